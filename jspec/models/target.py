@@ -1,0 +1,42 @@
+"""What a worker may ask of a target model: a bundle of pure functions, the way optax bundles `init` and `update`."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TargetFacts:
+    """Static facts of a model that the engine and the workers plan with."""
+
+    vocab_size: int
+    context_len: int  # longest sequence the position encoding was made for, in tokens
+    hidden_size: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    eos_token_ids: tuple[int, ...]
+    kv_bytes_per_token: int  # K and V of all layers, in the pool's dtype
+
+
+class ForwardOutput(NamedTuple):
+    """Result of one forward over `T` packed tokens."""
+
+    hidden: Any  # f32|bf16[T, H]      after the final norm: what `logits` takes
+    captured: Any  # f32|bf16[T, M, H]   residual stream after each of the M captured layers, in the order asked
+    kv_pages: Any  # the pool, with this forward's KV written
+
+
+class TargetModel(NamedTuple):
+    """A target model. All functions are pure and traceable.
+
+    * `init_kv(num_pages, page_size) -> kv_pages`: zeros for page ids `0..num_pages` (page 0 is the sink for padding).
+    * `forward(params, batch: ForwardBatch, kv_pages, *, capture_layers: tuple[int, ...] = ()) -> ForwardOutput`.
+    * `logits(params, hidden[..., H]) -> f32[..., V]`.
+    """
+
+    facts: TargetFacts
+    params: Any
+    init_kv: Callable[..., Any]
+    forward: Callable[..., ForwardOutput]
+    logits: Callable[..., Any]

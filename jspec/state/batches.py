@@ -1,0 +1,48 @@
+"""What one iteration runs: the mode, the scheduler's batch, and the device view that a worker builds from it."""
+
+import dataclasses
+import enum
+from typing import Any
+
+import jax
+
+
+class ForwardMode(enum.Enum):
+    """What a forward does (SGLang's names). The scheduler plans the first four; the last two exist only inside a worker."""
+
+    EXTEND = "extend"
+    DECODE = "decode"
+    MIXED = "mixed"
+    IDLE = "idle"
+    TARGET_VERIFY = "target_verify"
+    DRAFT_EXTEND_V2 = "draft_extend_v2"
+
+    @property
+    def is_planned(self) -> bool:
+        """True for the modes a `ScheduleBatch` may carry; a worker's inner mode must never reach the scheduler."""
+        return self in (ForwardMode.EXTEND, ForwardMode.DECODE, ForwardMode.MIXED, ForwardMode.IDLE)
+
+    @property
+    def is_prefill(self) -> bool:
+        """True where prompt tokens enter the KV pool. TARGET_VERIFY is not a prefill, although it too writes several tokens a row."""
+        return self in (ForwardMode.EXTEND, ForwardMode.MIXED)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ForwardBatch:
+    """The device view of one target or draft forward: `T` packed tokens of `B` rows. Lives inside one compiled program.
+
+    Token `t` of row `b` sees KV positions `[0, positions[t]]` of that row: its prefix and, causally, the tokens before it in this batch.
+    """
+
+    input_ids: Any  # i32[T]     token ids, rows one after another; padding tokens are 0
+    positions: Any  # i32[T]     absolute position of each token in its row; padding tokens 0
+    slots: Any  # i32[T]     where the token's KV goes: page * page_size + offset; padding tokens 0 (page 0 is the sink)
+    rows: Any  # i32[B]     pool rows; 0 is padding
+    prefix_lens: Any  # i32[B]     KV-ready positions before this forward
+    extend_lens: Any  # i32[B]     tokens of each row in this forward; 0 for padding rows
+    page_table: Any  # i32[B, P]  pages of each row, in position order
+    forward_mode: ForwardMode = dataclasses.field(metadata={"static": True})
+    query_len: int | None = dataclasses.field(metadata={"static": True})
+    """`W` when every row owns exactly `W` packed slots (`T == B * W`), as in decode and verify; None when rows are ragged."""
