@@ -43,6 +43,7 @@ class ForwardBatch:
     prefix_lens: Any  # i32[B]     KV-ready positions before this forward
     extend_lens: Any  # i32[B]     tokens of each row in this forward; 0 for padding rows
     page_table: Any  # i32[B, P]  pages of each row, in position order
+    ancestors: Any = None  # u32[B, W] or None  tree verify: bit j of node i is set where node j is on i's path; None is a causal chain
     forward_mode: ForwardMode = dataclasses.field(metadata={"static": True})
     query_len: int | None = dataclasses.field(metadata={"static": True})
     """`W` when every row owns exactly `W` packed slots (`T == B * W`), as in decode and verify; None when rows are ragged."""
