@@ -47,3 +47,24 @@ class ForwardBatch:
     forward_mode: ForwardMode = dataclasses.field(metadata={"static": True})
     query_len: int | None = dataclasses.field(metadata={"static": True})
     """`W` when every row owns exactly `W` packed slots (`T == B * W`), as in decode and verify; None when rows are ragged."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScheduleBatch:
+    """One planned launch: made once, consumed once, never changed. Rows are pool rows in ascending order, without padding.
+
+    It holds no KV frontier: that lives in the FutureMap and is read inside the launch.
+    """
+
+    forward_iter: Any  # i32[]      number of this launch, from 1; the relay generation it publishes
+    rows: Any  # i32[B]
+    epochs: Any  # i32[B]     of the rows when planned
+    serials: Any  # i32[B]     submission numbers of the rows' requests
+    prefix_lens: Any  # i32[B]     EXTEND: KV-ready tokens before it; DECODE: 0, late bound on the device
+    extend_lens: Any  # i32[B]     EXTEND: tokens this launch prefills; DECODE: 0
+    expected_iter: Any  # i32[B]     relay generation the launch must find in each row; 0 = none, the row is new
+    first_page: Any  # i32[B]     column of the page table where new_pages start
+    new_pages: Any  # i32[B, K]  pages granted by this plan, -1 padded: the page-table delta
+    kv_bound: Any  # i32[]      upper bound of every position this launch may touch, in tokens
+    forward_mode: ForwardMode = dataclasses.field(metadata={"static": True})

