@@ -36,12 +36,18 @@ def _select(state: SchedulerState, limits: Limits) -> tuple[list[Waiting], np.nd
     if not len(free_rows):
         return [], free_rows
     running = np.where(
-        requests.serial > 0, pages_to_finish(requests.prompt_len, requests.max_new_tokens, limits=limits, page_size=page), 0
+        requests.serial > 0,
+        pages_to_finish(requests.prompt_len, requests.max_new_tokens, limits=limits, page_size=page),
+        0,
     )
     pages = total_pages(state.ledger) - int(running.sum())
     tokens, chosen = limits.max_prefill_tokens, []
     for request in state.waiting:
-        need = int(pages_to_finish(np.int32(request.prompt_len), np.int32(request.max_new_tokens), limits=limits, page_size=page))
+        need = int(
+            pages_to_finish(
+                np.int32(request.prompt_len), np.int32(request.max_new_tokens), limits=limits, page_size=page
+            )
+        )
         fits = need <= pages and (request.prompt_len <= tokens or not chosen)
         if not fits or len(chosen) == min(len(free_rows), limits.max_prefill_rows):
             break  # nobody overtakes: a request that waits for pages gets the next that come free
@@ -82,7 +88,9 @@ def admit(state: SchedulerState, *, limits: Limits) -> tuple[SchedulerState, Sch
         state.requests,
         serial=set_at(state.requests.serial, rows, serials),
         prompt_len=set_at(state.requests.prompt_len, rows, prompt_lens),
-        max_new_tokens=set_at(state.requests.max_new_tokens, rows, np.array([r.max_new_tokens for r in chosen], np.int32)),
+        max_new_tokens=set_at(
+            state.requests.max_new_tokens, rows, np.array([r.max_new_tokens for r in chosen], np.int32)
+        ),
         stop_token_ids=set_at(state.requests.stop_token_ids, rows, stops),
         last_launch=set_at(state.requests.last_launch, rows, forward_iter),
     )
@@ -103,6 +111,11 @@ def admit(state: SchedulerState, *, limits: Limits) -> tuple[SchedulerState, Sch
     )
     waiting = state.waiting.popleft(len(chosen))
     state = dataclasses.replace(
-        state, requests=requests, ledger=ledger, waiting=waiting, launched=(*state.launched, record(batch)), forward_iter=forward_iter
+        state,
+        requests=requests,
+        ledger=ledger,
+        waiting=waiting,
+        launched=(*state.launched, record(batch)),
+        forward_iter=forward_iter,
     )
     return state, batch

@@ -57,7 +57,11 @@ def reserve(ledger: KVLedger, active, *, alloc_len: int, depth: int) -> tuple[KV
     stack = xp.where(new, ledger.num_free - 1 - first[:, None] - k[None, :], ledger.free_pages.shape[0] - 1)
     pages = ledger.free_pages[stack]
     rows = xp.arange(count.shape[0], dtype=xp.int32)[:, None]
-    table = set_at(ledger.page_table, (xp.where(new, rows, 0), xp.where(new, held[:, None] + k[None, :], 0)), xp.where(new, pages, 0))
+    table = set_at(
+        ledger.page_table,
+        (xp.where(new, rows, 0), xp.where(new, held[:, None] + k[None, :], 0)),
+        xp.where(new, pages, 0),
+    )
     ledger = dataclasses.replace(
         ledger,
         kv_allocated_len=xp.where(granted, wanted, allocated),

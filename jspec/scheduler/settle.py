@@ -9,6 +9,13 @@ from jspec.state.ledger import KVLedger
 from jspec.state.requests import FinishReason, RequestTable
 from jspec.state.results import GenerationBatchResult, Launched, RowStatus
 
+_NONE, _STOP, _LENGTH, _ABORT, _ERROR = (
+    int(code)
+    for code in (FinishReason.NONE, FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT, FinishReason.ERROR)
+)
+_NOT_FINITE = int(RowStatus.NOT_FINITE)
+_NEVER = 1 << 30
+
 
 class Settled(NamedTuple):
     """What one settle did, per row of the launch."""
@@ -45,25 +52,23 @@ def settle(
     xp = namespace(requests.output_len)
     rows = launched.rows
     live = (requests.epoch[rows] == launched.epochs) & (rows > 0)
-    bad = live & (result.status == RowStatus.NOT_FINITE)
+    bad = live & (result.status == _NOT_FINITE)
     num_new = xp.where(live & ~bad, result.accept_lens, 0)
     start, limit = requests.output_len[rows], requests.max_new_tokens[rows]
     end = start + num_new
 
-    j = xp.arange(result.next_token_ids.shape[1], dtype=xp.int32)[None, :]
+    place = xp.arange(1, result.next_token_ids.shape[1] + 1, dtype=xp.int32)
     is_stop = xp.any(result.next_token_ids[:, :, None] == requests.stop_token_ids[rows][:, None, :], axis=-1)
-    never = 2**31 - 1
-    stop_end = start + xp.min(xp.where(is_stop & (j < num_new[:, None]), j + 1, never - limit[:, None]), axis=1)
+    stop_end = start + xp.min(xp.where(is_stop & (place <= num_new[:, None]), place, _NEVER), axis=1)
 
     aborted = live & requests.to_finish[rows]
-    stopped = live & (stop_end <= xp.minimum(end, limit))
-    long = live & (end >= limit)
-    reason = xp.where(stopped, FinishReason.STOP, xp.where(long, FinishReason.LENGTH, FinishReason.NONE))
-    reason = xp.where(bad, FinishReason.ERROR, xp.where(aborted, FinishReason.ABORT, reason))
-    reason = xp.astype(reason, xp.int32)
-    visible_end = xp.where(aborted, end, xp.where(stopped, stop_end, xp.minimum(end, limit)))
+    cut = xp.minimum(end, limit)
+    stopped = stop_end <= cut
+    reason = xp.where(stopped, _STOP, xp.where(end >= limit, _LENGTH, _NONE))
+    reason = xp.where(bad, _ERROR, xp.where(aborted, _ABORT, xp.where(live, reason, _NONE)))
+    visible_end = xp.where(aborted, end, xp.where(stopped, stop_end, cut))
 
     requests = dataclasses.replace(requests, output_len=add_at(requests.output_len, rows, num_new))
     if launched.forward_mode is ForwardMode.DECODE:
         ledger = dataclasses.replace(ledger, kv_committed_len=add_at(ledger.kv_committed_len, rows, num_new))
-    return requests, ledger, Settled(live, start, num_new, visible_end - start, reason)
+    return requests, ledger, Settled(live, start, num_new, xp.where(live, visible_end - start, 0), reason)

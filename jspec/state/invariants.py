@@ -15,7 +15,9 @@ def _require(holds, name: str, **values) -> None:
     holds = np.asarray(holds)
     if not holds.all():
         where = np.nonzero(~holds.reshape(-1))[0][:8].tolist()
-        shown = ", ".join(f"{k}={np.asarray(v).reshape(-1)[where].tolist() if np.ndim(v) else v}" for k, v in values.items())
+        shown = ", ".join(
+            f"{k}={np.asarray(v).reshape(-1)[where].tolist() if np.ndim(v) else v}" for k, v in values.items()
+        )
         raise InvariantError(f"{name} fails at index {where}: {shown}")
 
 
@@ -46,36 +48,62 @@ def check(state: SchedulerState, *, limits: Limits, frontier=None, max_accept: i
     n = seqlen(requests)
 
     # Clocks of one row.
-    _require((0 <= protected) & (protected <= committed) & (committed <= allocated), "protected <= committed <= allocated",
+    _require((protected >= 0) & (protected <= committed) & (committed <= allocated), "protected <= committed <= allocated",
              protected=protected, committed=committed, allocated=allocated)  # fmt: skip
     _require(protected % page == 0, "cache_protected_len is page aligned", protected=protected)
     _require(held <= ledger.page_table.shape[1], "allocation fits the row's page table", held=held)
     _require(~alive | (committed > 0), "a running request has KV", committed=committed)
     _require(alive | (allocated == 0), "a free row holds no KV", allocated=allocated)
     started = alive & (requests.output_len > 0)
-    _require(~started | (n == committed + 1), "seqlen == kv_committed_len + 1 (the pending bonus token)", seqlen=n, committed=committed)
-    _require(started | ~alive | (n == committed), "before its first token a request has its prompt committed", seqlen=n, committed=committed)
+    _require(
+        ~started | (n == committed + 1),
+        "seqlen == kv_committed_len + 1 (the pending bonus token)",
+        seqlen=n,
+        committed=committed,
+    )
+    _require(
+        started | ~alive | (n == committed),
+        "before its first token a request has its prompt committed",
+        seqlen=n,
+        committed=committed,
+    )
     decoded = alive & (allocated > requests.prompt_len)
     _require(~decoded | (allocated % page == 0), "a reserved length is page aligned", allocated=allocated)
-    _require(~alive | (requests.output_len < requests.max_new_tokens), "a running request has tokens to go", output_len=requests.output_len)
+    _require(
+        ~alive | (requests.output_len < requests.max_new_tokens),
+        "a running request has tokens to go",
+        output_len=requests.output_len,
+    )
     _require(~alive | (requests.prompt_len + requests.max_new_tokens <= limits.context_len), "a request fits the context",
              prompt_len=requests.prompt_len, max_new_tokens=requests.max_new_tokens)  # fmt: skip
 
     # Pages: each is free or held by one row, and all are there.
     columns = np.arange(ledger.page_table.shape[1])[None, :]
     used = ledger.page_table[columns < held[:, None]]
-    _require((ledger.page_table == 0) == (columns >= held[:, None]), "the page table ends where the allocation ends", table=ledger.page_table)
+    _require(
+        (ledger.page_table == 0) == (columns >= held[:, None]),
+        "the page table ends where the allocation ends",
+        table=ledger.page_table,
+    )
     pages = np.sort(np.concatenate([ledger.free_pages[: int(ledger.num_free)], used]))
     _require(pages.size == ledger.free_pages.size - 1, "free + held == total", free=ledger.num_free, held=used.size)
     _require(pages == np.arange(1, pages.size + 1), "every page is in one place", pages=pages)
 
     # Rows and launches.
-    _require((requests.serial[0] == 0) & (requests.epoch[0] == 0) & (allocated[0] == 0), "row 0 is nobody's", serial=requests.serial[0])
+    _require(
+        (requests.serial[0] == 0) & (requests.epoch[0] == 0) & (allocated[0] == 0),
+        "row 0 is nobody's",
+        serial=requests.serial[0],
+    )
     serials = requests.serial[alive]
     _require(np.unique(serials).size == serials.size, "a request holds one row", serials=serials)
     waiting = [request.serial for request in state.waiting]
     _require(not set(waiting) & set(serials.tolist()), "a request waits or runs, not both", waiting=len(waiting))
-    _require(len(state.launched) <= limits.depth + 1, "at most depth + 1 launches are unsettled", launched=len(state.launched))
+    _require(
+        len(state.launched) <= limits.depth + 1,
+        "at most depth + 1 launches are unsettled",
+        launched=len(state.launched),
+    )
     _require(requests.last_launch <= state.forward_iter, "no launch of the future", last_launch=requests.last_launch)
     count = unsettled_launches(state)
     _require(count <= limits.depth + 1, "at most depth + 1 launches of a row are unsettled", count=count)
@@ -85,4 +113,9 @@ def check(state: SchedulerState, *, limits: Limits, frontier=None, max_accept: i
         lead = np.where(alive, np.asarray(frontier) - committed, 0)
         _require((lead >= 0) & (lead <= count * (max_accept or limits.alloc_len)), "the frontier leads by what is unsettled",
                  lead=lead, unsettled=count)  # fmt: skip
-        _require(~alive | (np.asarray(frontier) <= allocated), "the frontier stays in the allocation", frontier=frontier, allocated=allocated)
+        _require(
+            ~alive | (np.asarray(frontier) <= allocated),
+            "the frontier stays in the allocation",
+            frontier=frontier,
+            allocated=allocated,
+        )

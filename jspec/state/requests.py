@@ -42,7 +42,9 @@ class RequestTable:
     max_new_tokens: Any  # i32[R]    tokens                                          writer: admit
     stop_token_ids: Any  # i32[R, S] -1 padded                                       writer: admit
     to_finish: Any  # bool[R]   abort asked for; taken at the next settle        writer: abort
-    last_launch: Any  # i32[R]    forward_iter of the newest launch with this row; the relay generation the next one must find
+    last_launch: (
+        Any  # i32[R]    forward_iter of the newest launch with this row; the relay generation the next one must find
+    )
 
 
 def init_requests(max_running: int) -> RequestTable:

@@ -41,4 +41,6 @@ class GenerationBatchResult:
 
 def record(batch: ScheduleBatch) -> Launched:
     """What settle needs to know of `batch` after it was launched."""
-    return Launched(forward_iter=batch.forward_iter, rows=batch.rows, epochs=batch.epochs, forward_mode=batch.forward_mode)
+    return Launched(
+        forward_iter=batch.forward_iter, rows=batch.rows, epochs=batch.epochs, forward_mode=batch.forward_mode
+    )

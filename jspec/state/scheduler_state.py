@@ -7,7 +7,7 @@ import numpy as np
 from pyrsistent import PDeque, pdeque
 
 from jspec.state.ledger import KVLedger, init_ledger
-from jspec.state.requests import RequestTable, Waiting, init_requests
+from jspec.state.requests import RequestTable, init_requests
 from jspec.state.results import Launched
 
 
@@ -51,7 +51,9 @@ def init_state(*, limits: Limits, max_running: int, num_pages: int, page_size: i
     pages_per_row = -(-(limits.context_len + limits.reserve_len) // page_size)
     return SchedulerState(
         requests=init_requests(max_running),
-        ledger=init_ledger(max_running=max_running, num_pages=num_pages, pages_per_row=pages_per_row, page_size=page_size),
+        ledger=init_ledger(
+            max_running=max_running, num_pages=num_pages, pages_per_row=pages_per_row, page_size=page_size
+        ),
         launched=(),
         forward_iter=np.int32(0),
         waiting=pdeque(),

@@ -1,0 +1,438 @@
+"""The impure shell: it takes requests in, folds the pure transitions over the device, and gives tokens out."""
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from jspec.config import MAX_STOP_TOKEN_IDS, EngineConfig, SamplingParams
+from jspec.engine.buckets import fit, make_buckets
+from jspec.engine.logs import Request, TokenLogs
+from jspec.engine.meters import Meters
+from jspec.engine.outputs import FINISH_NAMES, Emission, Emissions, RequestOutput, Summary
+from jspec.engine.pool import num_kv_pages
+from jspec.engine.programs import DecodeKey, ExtendKey, Programs, use_compilation_cache
+from jspec.models.loading import load_model
+from jspec.models.target import TargetModel
+from jspec.models.tokenizer import Tokenizer
+from jspec.scheduler import Aborted, Settled, abort, max_new_pages, pages_to_finish, plan, settle_oldest, submit
+from jspec.spec_workers import SpecWorker, build_worker
+from jspec.spec_workers.base import DeviceSizes, DeviceState
+from jspec.spec_workers.upload import RowSampling, pack_decode, pack_extend, unpack_outcome
+from jspec.state.batches import ForwardMode, ScheduleBatch
+from jspec.state.invariants import check
+from jspec.state.ledger import total_pages
+from jspec.state.requests import FinishReason, Waiting
+from jspec.state.results import GenerationBatchResult, Launched, RowStatus
+from jspec.state.scheduler_state import Limits, SchedulerState, init_state
+
+Prompt = str | Sequence[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """What an iteration is folded over. The engine is its one holder: the device part is donated to each launch."""
+
+    state: SchedulerState
+    device: DeviceState
+    outcomes: tuple[Any, ...]  # of state.launched, oldest first; still being computed
+
+
+class Engine:
+    """Decodes requests with one model and one algorithm.
+
+    Args:
+        config: how it is built.
+        target: a model to use instead of loading `config.model`.
+        tokenizer: its tokenizer; without one, prompts are token ids and outputs carry no text.
+        worker: a spec worker to use instead of the one `config.algorithm` names.
+        progress: wraps the builds of compiled programs, `progress(iterable, total=n)`.
+
+    Raises:
+        ValueError: the configuration does not fit the model, naming the field.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig | None = None,
+        *,
+        target: TargetModel | None = None,
+        tokenizer: Tokenizer | None = None,
+        worker: SpecWorker | None = None,
+        progress: Callable[..., Iterable] | None = None,
+    ):
+        self.config = config = config or EngineConfig()
+        if config.compilation_cache:
+            use_compilation_cache()
+        if target is None:
+            loaded = load_model(config.model, kernels=config.kernels)
+            target, tokenizer = loaded.target, tokenizer or loaded.tokenizer
+        self.target, self.tokenizer = target, tokenizer
+        self.worker = worker = worker or build_worker(target, config)
+        facts = target.facts
+        if config.context_len is not None and config.context_len > facts.context_len:
+            raise ValueError(
+                f"context_len={config.context_len} exceeds the {facts.context_len} tokens the model was made for"
+            )
+        context_len = config.context_len or facts.context_len
+        self.limits = Limits(
+            context_len=context_len,
+            alloc_len=worker.alloc_len,
+            depth=int(config.overlap),
+            max_prefill_tokens=config.max_prefill_tokens or min(context_len, 2048),
+            max_prefill_rows=min(config.max_running, 8),
+        )
+        num_pages = num_kv_pages(config, facts, self.limits, verify_width=worker.verify_width)
+        state = init_state(
+            limits=self.limits, max_running=config.max_running, num_pages=num_pages, page_size=config.page_size
+        )
+        pages_per_row = state.ledger.page_table.shape[1]
+        sizes = DeviceSizes(
+            num_rows=config.max_running + 1,
+            num_pages=num_pages,
+            pages_per_row=pages_per_row,
+            page_size=config.page_size,
+            max_len=context_len + 2 * worker.alloc_len,
+        )
+        self._loop = Loop(state, worker.init(sizes), ())
+        self._buckets = make_buckets(
+            self.limits, max_running=config.max_running, pages_per_row=pages_per_row, page_size=config.page_size
+        )
+        pages = max_new_pages(alloc_len=worker.alloc_len, depth=self.limits.depth, page_size=config.page_size)
+        self._programs = Programs(
+            worker, self._loop.device, self._buckets, max_new_pages=pages, page_size=config.page_size, progress=progress
+        )
+        self._logs = TokenLogs(sizes.num_rows, self.limits, worker.output_stride)
+        self._requests: dict[int, Request] = {}
+        self._serial_by_rid: dict[str, int] = {}
+        self._rid_by_row = np.full(sizes.num_rows, None, object)
+        self._num_submitted = 0
+        self._meters = Meters()
+        self._undelivered: list[Emission] = []
+
+    # --- what a caller asks of the engine --------------------------------------------------------------------------
+
+    @property
+    def num_kv_tokens(self) -> int:
+        """Tokens the KV pool holds."""
+        return total_pages(self._loop.state.ledger) * self.config.page_size
+
+    @property
+    def state(self) -> SchedulerState:
+        """The scheduler's state: a value, safe to keep."""
+        return self._loop.state
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a call of `step` can do anything."""
+        return bool(self._requests or self._loop.state.launched or self._undelivered)
+
+    def summary(self) -> Summary:
+        """Counters and times since the engine was built, or since `reset_summary`."""
+        return self._meters.summary()
+
+    def reset_summary(self) -> None:
+        """Starts the counters of `summary` anew."""
+        self._meters.reset()
+
+    def submit(self, prompt: Prompt, params: SamplingParams | None = None, *, rid: str | None = None) -> str:
+        """Queues a request.
+
+        Args:
+            prompt: text (needs a tokenizer) or token ids.
+            params: how to decode it; greedy by default.
+            rid: its name in emissions; must not name a request that waits or runs.
+
+        Returns:
+            The name.
+
+        Raises:
+            TypeError, ValueError: the request cannot run: field, value, rule. Nothing has changed, for anybody.
+        """
+        params = params or SamplingParams()
+        tokens = self._tokenize(prompt)
+        max_new_tokens = self._check(tokens, params)
+        serial = self._num_submitted + 1
+        rid = rid if rid is not None else f"r{serial}"
+        if rid in self._serial_by_rid:
+            raise ValueError(
+                f"rid={rid!r} already names a request that waits or runs: choose another, or let the engine choose"
+            )
+        stops = () if params.ignore_eos else (*self.target.facts.eos_token_ids, *params.stop_token_ids)
+        waiting = Waiting(serial, len(tokens), max_new_tokens, tuple(dict.fromkeys(stops)))
+        self._loop = dataclasses.replace(self._loop, state=submit(self._loop.state, waiting))
+        self._num_submitted = serial
+        self._requests[serial] = Request(rid=rid, serial=serial, prompt=tokens, params=params)
+        self._serial_by_rid[rid] = serial
+        self._meters.requests += 1
+        self._check_state()
+        return rid
+
+    def abort(self, rid: str) -> bool:
+        """Ends a request: a waiting one at once, a running one with the tokens of the step under way. Its last emission comes from `step`.
+
+        Returns:
+            False if no request of that name waits or runs; asking twice is harmless.
+        """
+        serial = self._serial_by_rid.get(rid)
+        if serial is None:
+            return False
+        state, found = abort(self._loop.state, serial)
+        self._loop = dataclasses.replace(self._loop, state=state)
+        if found is Aborted.WAITING:
+            self._undelivered.append(
+                Emission(rid=rid, token_ids=[], output=self._forget(serial, [], [], FinishReason.ABORT))
+            )
+        self._check_state()
+        return True
+
+    def step(self) -> Iterable[Emission]:
+        """One iteration: plan and launch the next step, then settle the launch before it (the same one, without overlap).
+
+        Returns:
+            The tokens of the settled launch, and the ends of requests that were aborted while they waited.
+        """
+        self._meters.iteration_starts()
+        self._loop, batch = self._launch(self._loop)
+        unsettled = len(self._loop.state.launched)
+        emissions: Iterable[Emission] = ()
+        if unsettled > (self.limits.depth if batch is not None else 0):
+            self._loop, launched, settled, result = self._settle(self._loop)
+            emissions = self._emit(launched, settled, result)
+        self._meters.iteration_ends(decode=batch is not None and batch.forward_mode is ForwardMode.DECODE)
+        if self._undelivered:
+            kept, self._undelivered = self._undelivered, []
+            emissions = [*kept, *emissions]
+        return emissions
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        stream: bool = False,
+    ) -> list[RequestOutput] | Iterator[Emission]:
+        """Decodes prompts to their ends.
+
+        Args:
+            prompts: one prompt or several; each is text or token ids.
+            params: for all, or one a prompt.
+            stream: yield tokens as they come instead of returning at the end.
+
+        Returns:
+            Results in the order of the prompts, or an iterator of `Emission`s whose last one of a request carries its result. A prompt that cannot run
+            has finish reason "refused" and an `error`; the others run.
+        """
+        if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], (int, np.integer))):
+            prompts = [prompts]
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or SamplingParams()] * len(prompts)
+        if len(params) != len(prompts):
+            raise ValueError(f"{len(params)} params for {len(prompts)} prompts: give one for all, or one each")
+        if stream:
+            return self._stream(prompts, params)
+        rids, refused = self._submit_all(prompts, params)
+        outputs = {e.rid: e.output for e in self._drain(rids, refused) if e.output is not None}
+        return [outputs[rid] for rid in rids]
+
+    # --- the fold ----------------------------------------------------------------------------------------------------
+
+    def _launch(self, loop: Loop) -> tuple[Loop, ScheduleBatch | None]:
+        """Plans a batch and dispatches its programs; waits for nothing."""
+        state, batch = plan(loop.state, limits=self.limits)
+        if batch is None:
+            return loop, None
+        program, upload = self._extend(batch) if batch.forward_mode is ForwardMode.EXTEND else self._decode(batch)
+        device, outcome = program(self.worker.params, loop.device, upload)
+        previous = loop.outcomes[-1] if loop.outcomes else None
+        self._meters.launched(
+            decode=batch.forward_mode is ForwardMode.DECODE,
+            previous_running=previous is not None and not previous.is_ready(),
+            chained=batch.expected_iter.max() == batch.forward_iter - 1,
+        )
+        loop = Loop(state, device, (*loop.outcomes, outcome))
+        self._check_state(loop)
+        return loop, batch
+
+    def _settle(self, loop: Loop) -> tuple[Loop, Launched, Settled, GenerationBatchResult]:
+        """Waits for the oldest outcome and applies it."""
+        start = time.perf_counter()
+        outcome = np.asarray(loop.outcomes[0])
+        self._meters.waited(start)
+        result = unpack_outcome(outcome, loop.state.launched[0].rows.shape[0])
+        if (result.status == RowStatus.STALE_RELAY).any():
+            raise RuntimeError(
+                f"launch {loop.state.launched[0].forward_iter} read a FutureMap row that nobody published for it: a fault of jspec"
+            )
+        state, launched, settled = settle_oldest(loop.state, result)
+        loop = Loop(state, loop.device, loop.outcomes[1:])
+        self._check_state(loop)
+        return loop, launched, settled, result
+
+    def _decode(self, batch: ScheduleBatch):
+        bucket = fit(self._buckets.batch, batch.rows.shape[0])
+        width = fit(self._buckets.table_width, -(-int(batch.kv_bound) // self.config.page_size))
+        return self._programs[DecodeKey(bucket, width)], pack_decode(batch, bucket=bucket)
+
+    def _extend(self, batch: ScheduleBatch):
+        requests = [self._requests[serial] for serial in batch.serials.tolist()]
+        for request, row in zip(requests, batch.rows.tolist(), strict=True):
+            request.row = row
+        self._rid_by_row[batch.rows] = [request.rid for request in requests]
+        self._logs.open(batch.rows)
+        params = [request.params for request in requests]
+        sampling = RowSampling(
+            top_k=np.array([p.top_k for p in params], np.int32),
+            seed=np.array([self._seed(request) for request in requests], np.uint32),
+            temperature=np.array([p.temperature for p in params], np.float32),
+            top_p=np.array([p.top_p for p in params], np.float32),
+            min_p=np.array([p.min_p for p in params], np.float32),
+        )
+        num_tokens = fit(self._buckets.prefill_tokens, int(batch.extend_lens.sum()))
+        key = ExtendKey(num_tokens, self._buckets.prefill_rows, -(-num_tokens // self.config.page_size))
+        tokens = np.concatenate([request.prompt for request in requests])
+        return self._programs[key], pack_extend(batch, tokens, sampling, **key._asdict())
+
+    # --- tokens out ------------------------------------------------------------------------------------------------
+
+    def _emit(self, launched: Launched, settled: Settled, result: GenerationBatchResult) -> Emissions:
+        rids = self._rid_by_row[launched.rows]
+        rids[~settled.live] = None
+        self._logs.append(launched, settled, result)
+        outputs = {}
+        for i in np.nonzero(settled.finish_reason)[0].tolist():
+            row, length = int(launched.rows[i]), int(settled.start[i] + settled.num_visible[i])
+            output = self._logs.output(row, length)
+            reason = FinishReason(int(settled.finish_reason[i]))
+            outputs[i] = self._forget(self._serial_by_rid[rids[i]], output, self._logs.accept_lens(row), reason)
+        self._meters.settled(
+            decode=launched.forward_mode is ForwardMode.DECODE,
+            num_rows=int(settled.live.sum()),
+            num_tokens=int(settled.num_visible.sum()),
+        )
+        return Emissions(rids, result.next_token_ids, settled.num_visible, outputs)
+
+    def _forget(self, serial: int, token_ids: list[int], accept_lens: list[int], reason: FinishReason) -> RequestOutput:
+        request = self._requests.pop(serial)
+        del self._serial_by_rid[request.rid]
+        return RequestOutput(
+            rid=request.rid,
+            prompt_token_ids=request.prompt.tolist(),
+            token_ids=token_ids,
+            text=self.tokenizer.decode(token_ids) if self.tokenizer else None,
+            finish_reason=FINISH_NAMES[reason],
+            accept_lens=accept_lens,
+            error="the model's logits were not finite: its weights or the prompt's KV hold NaN or infinity"
+            if reason is FinishReason.ERROR
+            else None,
+        )
+
+    # --- requests run to their end -----------------------------------------------------------------------------------
+
+    def _submit_all(self, prompts, params) -> tuple[list[str], list[Emission]]:
+        """Submits what can run; returns every request's name, in order, and an emission for each that was refused."""
+        rids, refused = [], []
+        for prompt, param in zip(prompts, params, strict=True):
+            try:
+                rids.append(self.submit(prompt, param))
+            except (TypeError, ValueError) as error:
+                self._num_submitted += 1
+                rids.append(f"r{self._num_submitted}")
+                output = RequestOutput(
+                    rid=rids[-1],
+                    prompt_token_ids=[],
+                    token_ids=[],
+                    text=None,
+                    finish_reason="refused",
+                    accept_lens=[],
+                    error=str(error),
+                )
+                refused.append(Emission(rid=output.rid, token_ids=[], output=output))
+        return rids, refused
+
+    def _drain(self, rids: list[str], refused: list[Emission]) -> Iterator[Emission]:
+        """Runs until the requests have ended. Emissions of other requests are kept for the next `step`."""
+        open_rids = set(rids)
+        emissions: Iterable[Emission] = refused
+        try:
+            while True:
+                others = []
+                for emission in emissions:
+                    if emission.rid not in open_rids:
+                        others.append(emission)
+                        continue
+                    if emission.output is not None:
+                        open_rids.remove(emission.rid)
+                    yield emission
+                if not open_rids:
+                    self._undelivered.extend(others)
+                    return
+                emissions = [*others, *self.step()]
+        finally:  # a caller that stops reading ends what it asked for
+            for rid in open_rids:
+                self.abort(rid)
+
+    def _stream(self, prompts, params) -> Iterator[Emission]:
+        rids, refused = self._submit_all(prompts, params)
+        yield from self._drain(rids, refused)
+
+    # --- checks ------------------------------------------------------------------------------------------------------
+
+    def _seed(self, request: Request) -> int:
+        return (
+            request.params.seed
+            if request.params.seed is not None
+            else (self.config.seed * 0x9E3779B1 + request.serial) % 2**32
+        )
+
+    def _tokenize(self, prompt: Prompt) -> np.ndarray:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise TypeError("prompt is text, but the engine has no tokenizer: pass token ids")
+            prompt = self.tokenizer.encode(prompt)
+        tokens = np.asarray(prompt)
+        if tokens.size and (tokens.ndim != 1 or tokens.dtype.kind not in "iu"):
+            raise TypeError(
+                f"prompt must be text or a flat sequence of token ids, got shape {tokens.shape} of {tokens.dtype}"
+            )
+        return tokens.astype(np.int64).reshape(-1)
+
+    def _check(self, tokens: np.ndarray, params: SamplingParams) -> int:
+        """Refuses what cannot run; returns the most tokens the request may emit."""
+        vocab, context = self.target.facts.vocab_size, self.limits.context_len
+        if not len(tokens):
+            raise ValueError("prompt is empty: a request needs at least one token")
+        if len(tokens) >= context:
+            raise ValueError(
+                f"prompt has {len(tokens)} tokens, but context_len={context} must hold it and one output token: shorten it"
+            )
+        if (bad := tokens[(tokens < 0) | (tokens >= vocab)]).size:
+            raise ValueError(f"prompt holds token id {int(bad[0])}, outside the model's vocabulary [0, {vocab})")
+        if bad_stops := [t for t in params.stop_token_ids if t >= vocab]:
+            raise ValueError(f"stop_token_ids holds {bad_stops[0]}, outside the model's vocabulary [0, {vocab})")
+        stops = set(params.stop_token_ids) | set(self.target.facts.eos_token_ids)
+        if len(stops) > MAX_STOP_TOKEN_IDS:
+            raise ValueError(
+                f"stop_token_ids and the model's end-of-sequence ids are {len(stops)} ids, at most {MAX_STOP_TOKEN_IDS} are kept: drop some"
+            )
+        max_new_tokens = min(params.max_new_tokens, context - len(tokens))
+        page, pages = self.config.page_size, total_pages(self._loop.state.ledger)
+        need = int(pages_to_finish(np.int32(len(tokens)), np.int32(max_new_tokens), limits=self.limits, page_size=page))
+        if need > pages:
+            raise ValueError(
+                f"a prompt of {len(tokens)} tokens with max_new_tokens={params.max_new_tokens} needs {need * page} KV tokens, reserve included, but the "
+                f"pool has {pages * page}: lower max_new_tokens, or raise kv_tokens or kv_memory_bytes"
+            )
+        return max_new_tokens
+
+    def _check_state(self, loop: Loop | None = None) -> None:
+        if self.config.checked:
+            loop = loop or self._loop
+            check(
+                loop.state,
+                limits=self.limits,
+                frontier=np.array(loop.device.future.new_seq_lens),
+                max_accept=self.worker.output_stride,
+            )

@@ -1,0 +1,62 @@
+"""Token content: append-only logs, one row a running request. The scheduler knows lengths only."""
+
+import dataclasses
+
+import numpy as np
+
+from jspec.config import SamplingParams
+from jspec.scheduler import Settled
+from jspec.state.batches import ForwardMode
+from jspec.state.results import GenerationBatchResult, Launched
+from jspec.state.scheduler_state import Limits
+
+
+@dataclasses.dataclass(kw_only=True)
+class Request:
+    """What the engine keeps of a request while it waits or runs."""
+
+    rid: str
+    serial: int
+    prompt: np.ndarray  # i32[prompt_len]
+    params: SamplingParams
+    row: int = 0  # 0 until admitted
+
+
+class TokenLogs:
+    """Emitted tokens and accept lengths of the rows.
+
+    Args:
+        num_rows: `R`.
+        limits: for the longest output a row can have, the tail of its last run included.
+        stride: `O`.
+    """
+
+    def __init__(self, num_rows: int, limits: Limits, stride: int):
+        length = limits.context_len + stride
+        self._tokens = np.zeros((num_rows, length), np.int32)
+        self._accepts = np.zeros((num_rows, length), np.int16)
+        self._num_verifies = np.zeros(num_rows, np.int32)
+        self._columns = np.arange(stride)
+
+    def open(self, rows: np.ndarray) -> None:
+        """New requests take these rows."""
+        self._num_verifies[rows] = 0
+
+    def append(self, launched: Launched, settled: Settled, result: GenerationBatchResult) -> None:
+        """Adds the visible tokens of a settled launch."""
+        rows, count = launched.rows, settled.num_visible
+        write = self._columns < count[:, None]
+        at = settled.start[:, None] + self._columns
+        self._tokens[np.broadcast_to(rows[:, None], write.shape)[write], at[write]] = result.next_token_ids[write]
+        if launched.forward_mode is ForwardMode.DECODE:
+            rows, count = rows[settled.live], count[settled.live]
+            self._accepts[rows, self._num_verifies[rows]] = count
+            self._num_verifies[rows] += 1
+
+    def output(self, row: int, length: int) -> list[int]:
+        """The first `length` emitted tokens of a row."""
+        return self._tokens[row, :length].tolist()
+
+    def accept_lens(self, row: int) -> list[int]:
+        """Visible tokens of each verify of a row."""
+        return self._accepts[row, : self._num_verifies[row]].tolist()

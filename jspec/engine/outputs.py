@@ -1,0 +1,90 @@
+"""What the engine says: a request's result, and the tokens of one settled step."""
+
+import dataclasses
+from collections.abc import Iterator
+
+import numpy as np
+
+from jspec.state.requests import FinishReason
+
+FINISH_NAMES = {
+    FinishReason.STOP: "stop",
+    FinishReason.LENGTH: "length",
+    FinishReason.ABORT: "abort",
+    FinishReason.ERROR: "error",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RequestOutput:
+    """A request that has ended."""
+
+    rid: str
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    """Emitted tokens, a stop token included, none after it."""
+    text: str | None
+    """Decoded `token_ids` without special tokens; None if the engine has no tokenizer."""
+    finish_reason: str
+    """"stop", "length", "abort", "error" (non-finite logits), or "refused" (never ran; see `error`)."""
+    accept_lens: list[int]
+    """Tokens of each verify that the user sees, bonus included: `len(token_ids) == 1 + sum(accept_lens)`; the first token comes from prefill."""
+    error: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Emission:
+    """New tokens of one request."""
+
+    rid: str
+    token_ids: list[int]
+    output: RequestOutput | None
+    """Set with the request's last tokens."""
+
+
+class Emissions:
+    """What one step of the engine brought: iterates as `Emission`s, which are made only if somebody looks.
+
+    Attributes:
+        tokens: i32[B, O], runs of the settled rows.
+        num_visible: i32[B], tokens of each run that the user sees.
+        outputs: the requests that ended, by batch row.
+    """
+
+    def __init__(
+        self, rids: list[str | None], tokens: np.ndarray, num_visible: np.ndarray, outputs: dict[int, RequestOutput]
+    ):
+        self._rids, self.tokens, self.num_visible, self.outputs = rids, tokens, num_visible, outputs
+
+    def __iter__(self) -> Iterator[Emission]:
+        for i, rid in enumerate(self._rids):
+            if rid is not None and (self.num_visible[i] or i in self.outputs):
+                yield Emission(
+                    rid=rid, token_ids=self.tokens[i, : self.num_visible[i]].tolist(), output=self.outputs.get(i)
+                )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Summary:
+    """Counters since the engine was built, or since `reset_summary`."""
+
+    requests: int
+    tokens: int
+    """Emitted, those from prefill included."""
+    verifies: int
+    """Decode steps, counted a request at a time."""
+    accept_length: float
+    """Tokens per verify, bonus included; those from prefill not counted. 0 before the first verify."""
+    tokens_per_s: float
+    """Tokens over the time from the first launch to the last settle, idle time between `step` calls included."""
+    iterations: int
+    """Decode launches settled."""
+    step_ms: float
+    """Median time between settled decode launches."""
+    host_ms_per_iteration: float
+    """Median host time of an iteration: plan, pack, dispatch, settle; waiting for the device not included."""
+    exposed_host_ms_per_iteration: float
+    """Mean host time during which the device had nothing to do: 0 for a launch made while the one before still ran."""
+    run_ahead: float
+    """Share of decode launches made while the launch before still ran."""
+    compiles_after_warmup: int

@@ -1,0 +1,125 @@
+"""Every compiled program of an engine, built ahead. Calling one can never compile: it is an executable, not a `jit` function."""
+
+import functools
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jspec.engine.buckets import Buckets
+from jspec.spec_workers.base import DeviceState, PhaseOutput, SpecWorker
+from jspec.spec_workers.upload import DECODE_COLUMNS, EXTEND_COLUMNS, unpack_decode, unpack_extend
+
+
+class DecodeKey(NamedTuple):
+    """Static sizes of one decode program."""
+
+    batch: int
+    table_width: int
+
+
+class ExtendKey(NamedTuple):
+    """Static sizes of one prefill program."""
+
+    num_tokens: int
+    num_rows: int
+    table_width: int
+
+
+class Program(NamedTuple):
+    """The programs of one launch: the first publishes, the second (if the worker has one) commits."""
+
+    phase: Callable[..., PhaseOutput]  # (params, device, upload) -> PhaseOutput; the device is donated
+    commit: Callable[..., DeviceState] | None  # (params, device, upload, handoff) -> device; the device is donated
+
+    def __call__(self, params, device: DeviceState, upload) -> tuple[DeviceState, Any]:
+        """Dispatches the launch; returns the device to be and the outcome to come, without waiting for either."""
+        device, outcome, handoff = self.phase(params, device, upload)
+        outcome.copy_to_host_async()
+        if self.commit is not None:
+            device = self.commit(params, device, upload, handoff)
+        return device, outcome
+
+
+def use_compilation_cache() -> Path:
+    """Turns on JAX's persistent compilation cache, unless the user chose a directory already; returns where it is."""
+    chosen = jax.config.jax_compilation_cache_dir
+    if not chosen:
+        root = os.environ.get("JSPEC_CACHE_DIR") or os.path.join(os.path.expanduser("~"), ".cache", "jspec")
+        chosen = os.path.join(root, "xla")
+        jax.config.update("jax_compilation_cache_dir", chosen)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+    return Path(chosen)
+
+
+def _shapes(tree):
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)), tree)
+
+
+def _build(unpack, phase_fn, commit_fn, table_width: int, params, device, upload) -> Program:
+    def phase(params, device, upload):
+        return phase_fn(params, device, unpack(upload), table_width=table_width)
+
+    def commit(params, device, upload, handoff):
+        return commit_fn(params, device, unpack(upload), handoff, table_width=table_width)
+
+    compiled = jax.jit(phase, donate_argnums=1).lower(params, device, upload).compile()
+    if commit_fn is None:
+        return Program(compiled, None)
+    handoff = jax.eval_shape(phase, params, device, upload).handoff
+    return Program(compiled, jax.jit(commit, donate_argnums=1).lower(params, device, upload, handoff).compile())
+
+
+class Programs:
+    """Programs by bucket.
+
+    Args:
+        worker: what to compile.
+        device: the device state, for its shapes.
+        buckets: sizes to build for.
+        max_new_pages: `K` of a decode upload.
+        progress: wraps the finished builds, `progress(iterable, total=n)`, for a progress bar.
+    """
+
+    def __init__(
+        self,
+        worker: SpecWorker,
+        device: DeviceState,
+        buckets: Buckets,
+        *,
+        max_new_pages: int,
+        page_size: int,
+        progress=None,
+    ):
+        params, shapes = _shapes(worker.params), _shapes(device)
+        jobs: dict[DecodeKey | ExtendKey, Callable[[], Program]] = {}
+        for batch in buckets.batch:
+            for width in buckets.table_width:
+                upload = jax.ShapeDtypeStruct((batch, DECODE_COLUMNS + max_new_pages), jnp.int32)
+                jobs[DecodeKey(batch, width)] = functools.partial(
+                    _build, unpack_decode, worker.verify_phase, worker.commit_phase, width, params, shapes, upload
+                )
+        for num_tokens in buckets.prefill_tokens:
+            rows, width = buckets.prefill_rows, -(-num_tokens // page_size)
+            unpack = functools.partial(unpack_extend, num_tokens=num_tokens, num_rows=rows)
+            upload = jax.ShapeDtypeStruct((num_tokens + rows * (EXTEND_COLUMNS + width),), jnp.int32)
+            jobs[ExtendKey(num_tokens, rows, width)] = functools.partial(
+                _build, unpack, worker.extend_phase, worker.extend_commit, width, params, shapes, upload
+            )
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            futures = {pool.submit(job): key for key, job in jobs.items()}
+            done: Iterable = as_completed(futures)
+            if progress is not None:
+                done = progress(done, total=len(futures))
+            self._by_key = {futures[future]: future.result() for future in done}
+
+    def __getitem__(self, key: DecodeKey | ExtendKey) -> Program:
+        return self._by_key[key]
+
+    def __len__(self) -> int:
+        return len(self._by_key)

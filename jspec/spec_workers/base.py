@@ -1,0 +1,124 @@
+"""The contract between the engine and a spec worker: a bundle of pure functions and the static facts the scheduler plans with."""
+
+import dataclasses
+import enum
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from jspec.future_map import FutureMap, init_future_map
+from jspec.spec_workers.sampling import SamplingState, init_sampling
+from jspec.spec_workers.upload import DecodeInputs, ExtendInputs
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeviceState:
+    """All that lives on the device, as one value. Donated to each program and rebound to what it returns; `()` where a worker has no such part."""
+
+    kv_pages: Any  # the target's KV pool; its layout is the kernels' business
+    page_table: Any  # i32[R, P]  pages of each row; 0 where none
+    future: FutureMap
+    sampling: SamplingState
+    history: Any = ()  # i32[R, L]  prompt and emitted tokens of each row, the pending one included
+    draft_kv_pages: Any = ()  # the draft's pool: the same page ids, other contents
+    recurrent: Any = ()  # recurrent state of hybrid targets, one entry a row
+    page_size: int = dataclasses.field(metadata={"static": True})
+
+
+class DeviceSizes(NamedTuple):
+    """Sizes a worker allocates with."""
+
+    num_rows: int  # R, row 0 included
+    num_pages: int  # N, the sink not counted
+    pages_per_row: int  # P
+    page_size: int
+    max_len: int  # tokens a row's history can hold
+
+
+class VerifyKind(enum.Enum):
+    """Shape of what one verify checks."""
+
+    CHAIN = "chain"
+    TREE = "tree"
+    RAGGED = "ragged"
+
+
+class PhaseOutput(NamedTuple):
+    """What the first program of a launch leaves."""
+
+    device: DeviceState  # frontier published
+    outcome: Any  # i32[B, 3 + O], see `pack_outcome`: all the host ever sees of a step
+    handoff: Any  # pytree for the commit program; `()` if there is none
+
+
+class ExtendFn(Protocol):
+    def __call__(self, params: Any, device: DeviceState, inputs: ExtendInputs, *, table_width: int) -> PhaseOutput:
+        """Prefills the rows of `inputs` and publishes their prompt lengths.
+
+        Writes the target's KV of the prompt, samples the first token (pending: its KV is written by the next step), publishes `new_seq_lens =
+        prefix_lens + extend_lens`, with no +1. A worker without `extend_commit` also stashes its carry here.
+
+        Args:
+            params: the worker's `params`.
+            device: with the rows' page table and sampling parameters in place.
+            inputs: one EXTEND batch, padded to its bucket.
+            table_width: static; pages of a row that this program may read or write.
+        """
+
+
+class VerifyFn(Protocol):
+    def __call__(self, params: Any, device: DeviceState, inputs: DecodeInputs, *, table_width: int) -> PhaseOutput:
+        """One step of the rows of `inputs`: resolve, draft, verify, accept, publish.
+
+        Reads the frontier and the carry from the FutureMap inside the program. Writes KV at positions `[L, L + alloc_len)` at most, `L` the frontier it
+        resolved. Publishes `new_seq_lens = L + accept_lens`; `accept_lens` counts the bonus token. A worker without `commit_phase` also stashes.
+
+        Args: as `ExtendFn`.
+        """
+
+
+class CommitFn(Protocol):
+    def __call__(self, params: Any, device: DeviceState, inputs: Any, handoff: Any, *, table_width: int) -> DeviceState:
+        """What the next forward needs but the scheduler does not: draft extend, injection, recurrent state. Stashes the carry.
+
+        The host may read the outcome of the first program while this one runs; the boundary between the two is SGLang's `on_publish`.
+        """
+
+
+class InitFn(Protocol):
+    def __call__(self, sizes: DeviceSizes) -> DeviceState:
+        """An idle device: pools zeroed, relay empty, the carry's type fixed."""
+
+
+class SpecWorker(NamedTuple):
+    """An algorithm, as a value. Built by a factory that binds its options; nobody asks which one it is."""
+
+    name: str
+    verify_width: int  # W: tokens of a row that one verify checks, the pending one included
+    output_stride: int  # O: columns of the outcome that hold tokens
+    alloc_len: int  # 1 + the highest offset past the frontier that a step ever writes
+    num_non_draft_tokens: int  # tokens of a run that no draft proposed: correct drafts = accept_lens - this
+    fixed_accept: int | None  # tokens a step emits, where that is known before it runs
+    verify_kind: VerifyKind
+    capture_layers: tuple[int, ...]  # target layers whose hidden states the worker needs
+    host_inputs: tuple[str, ...]  # per-step inputs the host must supply, beyond the batch
+    params: Any  # weights of target and draft: an argument of every program
+    init: InitFn
+    extend_phase: ExtendFn
+    extend_commit: CommitFn | None  # None: prefill leaves nothing to do after publish
+    verify_phase: VerifyFn
+    commit_phase: CommitFn | None  # None: a step leaves nothing to do after publish
+
+
+def init_device(sizes: DeviceSizes, *, kv_pages: Any, carry: Any, **parts: Any) -> DeviceState:
+    """An idle `DeviceState`. `carry` is a pytree of `jax.ShapeDtypeStruct` of one row; `parts` are the optional fields."""
+    return DeviceState(
+        kv_pages=kv_pages,
+        page_table=jnp.zeros((sizes.num_rows, sizes.pages_per_row), jnp.int32),
+        future=init_future_map(sizes.num_rows, carry),
+        sampling=init_sampling(sizes.num_rows),
+        page_size=sizes.page_size,
+        **parts,
+    )

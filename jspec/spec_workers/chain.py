@@ -1,0 +1,172 @@
+"""Workers that propose a chain of tokens without a model of their own: all they differ in is how they propose."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jspec.future_map import publish, resolve, stash
+from jspec.models.target import TargetModel
+from jspec.spec_workers.accept import accept_chain
+from jspec.spec_workers.base import DeviceSizes, DeviceState, PhaseOutput, SpecWorker, VerifyKind, init_device
+from jspec.spec_workers.forward import extend_batch, verify_batch
+from jspec.spec_workers.sampling import sample
+from jspec.spec_workers.upload import DecodeInputs, ExtendInputs, apply_decode, apply_extend, pack_outcome
+from jspec.state.results import RowStatus
+
+
+class Carry(NamedTuple):
+    """What crosses an iteration."""
+
+    bonus: Any  # i32[B]  the pending token: emitted, its KV not written
+
+
+class Proposal(NamedTuple):
+    """Drafts for the positions after the pending token. `D` is `verify_width - 1`."""
+
+    tokens: Any  # i32[B, D]
+    num_drafts: Any  # i32[B]  how many of them count, from the front; 0 is allowed
+
+
+Propose = Callable[[Any, Any], Proposal]
+"""`propose(history: i32[B, L], lens: i32[B]) -> Proposal`. `history[b, :lens[b]]` is prompt and output of row `b`, the pending token last."""
+
+
+def propose_nothing(history, lens) -> Proposal:
+    """No drafts: plain decoding."""
+    del history
+    return Proposal(jnp.zeros((lens.shape[0], 0), jnp.int32), jnp.zeros_like(lens))
+
+
+def _append(history, rows, start, tokens, count):
+    """`history[rows[b], start[b] + j] = tokens[b, j]` for `j < count[b]`; row 0 is the sink."""
+    j = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    write = (j < count[:, None]) & (rows > 0)[:, None]
+    cols = jnp.where(write, start[:, None] + j, 0)
+    return history.at[jnp.where(write, rows[:, None], 0), cols].set(jnp.where(write, tokens, 0), mode="drop")
+
+
+def chain(
+    name: str,
+    target: TargetModel,
+    propose: Propose = propose_nothing,
+    *,
+    verify_width: int = 1,
+    widths: tuple[int, ...] | None = None,
+) -> SpecWorker:
+    """A worker that verifies a proposed chain.
+
+        resolve -> propose -> verify -> accept -> PUBLISH, stash
+
+    Nothing is left to do after publish, so a step is one program.
+
+    Args:
+        name: how it is listed.
+        target: the model.
+        propose: the proposal; it sees settled and unsettled tokens alike, since it runs on the device.
+        verify_width: `W`, the pending token and up to `W - 1` drafts.
+        widths: widths the target may be run at, ascending, ending with `W`. Each step takes the narrowest that holds its longest proposal, on the device:
+            a step that proposes nothing costs a plain step.
+
+    Returns:
+        A `SpecWorker`; with the default proposal and width 1 it is plain decoding.
+    """
+    widths = widths or (verify_width,)
+    if verify_width < 1 or list(widths) != sorted(set(widths)) or widths[0] < 1 or widths[-1] != verify_width:
+        raise ValueError(f"widths={widths} must ascend from at least 1 to verify_width={verify_width}")
+    speculative = verify_width > 1
+
+    def init(sizes: DeviceSizes) -> DeviceState:
+        return init_device(
+            sizes,
+            kv_pages=target.init_kv(sizes.num_pages, sizes.page_size),
+            carry=Carry(bonus=jax.ShapeDtypeStruct((), jnp.int32)),
+            history=jnp.zeros((sizes.num_rows, sizes.max_len), jnp.int32) if speculative else (),
+        )
+
+    def finish(device: DeviceState, inputs, kv_pages, tokens, accept_lens, new_seq_lens, status) -> PhaseOutput:
+        """Publishes, stashes and appends: the tail that prefill and verify share."""
+        future = publish(device.future, inputs.rows, new_seq_lens, forward_iter=inputs.forward_iter)
+        bonus = jnp.take_along_axis(tokens, accept_lens[:, None] - 1, axis=1)[:, 0]
+        future = stash(future, inputs.rows, Carry(bonus=bonus), forward_iter=inputs.forward_iter)
+        history = device.history
+        if speculative:
+            history = _append(history, inputs.rows, new_seq_lens + 1 - accept_lens, tokens, accept_lens)
+        device = dataclasses.replace(device, kv_pages=kv_pages, future=future, history=history)
+        tokens = jnp.pad(tokens, ((0, 0), (0, verify_width - tokens.shape[1])))
+        return PhaseOutput(device, pack_outcome(tokens, accept_lens, new_seq_lens, status), ())
+
+    def extend_phase(params, device: DeviceState, inputs: ExtendInputs, *, table_width: int) -> PhaseOutput:
+        del table_width  # the upload brings the pages this program reads
+        device = apply_extend(device, inputs)
+        batch, last = extend_batch(inputs, page_size=device.page_size)
+        out = target.forward(params, batch, device.kv_pages)
+        logits = target.logits(params, out.hidden[last])[:, None, :]
+        new_seq_lens = inputs.prefix_lens + inputs.extend_lens
+        tokens, finite = sample(device.sampling, inputs.rows, logits, new_seq_lens[:, None])
+        status = jnp.where(finite[:, 0] | (inputs.rows == 0), RowStatus.OK, RowStatus.NOT_FINITE)
+        if speculative:
+            index = jnp.minimum(
+                jnp.searchsorted(jnp.cumsum(inputs.extend_lens), jnp.arange(batch.positions.shape[0]), side="right"),
+                batch.rows.shape[0] - 1,
+            )
+            rows = jnp.where(batch.slots > 0, inputs.rows[index], 0)
+            history = device.history.at[rows, jnp.where(rows > 0, batch.positions, 0)].set(
+                jnp.where(rows > 0, batch.input_ids, 0)
+            )
+            device = dataclasses.replace(device, history=history)
+        return finish(device, inputs, out.kv_pages, tokens, jnp.ones_like(inputs.rows), new_seq_lens, status)
+
+    def verify_phase(params, device: DeviceState, inputs: DecodeInputs, *, table_width: int) -> PhaseOutput:
+        device = apply_decode(device, inputs)
+        seq_lens, carry, fresh = resolve(device.future, inputs.rows, expected_iter=inputs.expected_iter)
+        page_table = device.page_table[inputs.rows, :table_width]
+        lens = jnp.where(inputs.rows > 0, seq_lens + 1, 0)
+        proposal = propose(device.history[inputs.rows] if speculative else (), lens)
+        num_drafts = jnp.where(inputs.rows > 0, proposal.num_drafts, 0)
+        candidates = jnp.concatenate([carry.bonus[:, None], proposal.tokens], axis=1)
+
+        def verify_at(width: int):
+            def run(kv_pages):
+                batch = verify_batch(
+                    inputs.rows, seq_lens, candidates[:, :width], page_table, page_size=device.page_size
+                )
+                out = target.forward(params, batch, kv_pages)
+                logits = target.logits(params, out.hidden).reshape(inputs.rows.shape[0], width, -1)
+                positions = batch.positions.reshape(-1, width) + 1
+                tokens, finite = sample(device.sampling, inputs.rows, logits, positions)
+                pad = ((0, 0), (0, verify_width - width))
+                return out.kv_pages, jnp.pad(tokens, pad), jnp.pad(finite, pad, constant_values=True)
+
+            return run
+
+        needed = 1 + jnp.max(num_drafts)
+        branch = jnp.sum(needed > jnp.asarray(widths, jnp.int32), dtype=jnp.int32)
+        kv_pages, tokens, finite = lax.switch(branch, [verify_at(w) for w in widths], device.kv_pages)
+        accept_lens = accept_chain(candidates, tokens, num_drafts)
+        emitted = jnp.arange(verify_width) < accept_lens[:, None]
+        status = jnp.where(jnp.all(finite | ~emitted, axis=1), RowStatus.OK, RowStatus.NOT_FINITE)
+        status = jnp.where(fresh, status, RowStatus.STALE_RELAY)
+        status = jnp.where(inputs.rows > 0, status, RowStatus.OK)
+        return finish(device, inputs, kv_pages, tokens, accept_lens, seq_lens + accept_lens, status)
+
+    return SpecWorker(
+        name=name,
+        verify_width=verify_width,
+        output_stride=verify_width,
+        alloc_len=verify_width,
+        num_non_draft_tokens=1,
+        fixed_accept=None if speculative else 1,
+        verify_kind=VerifyKind.CHAIN,
+        capture_layers=(),
+        host_inputs=(),
+        params=target.params,
+        init=init,
+        extend_phase=extend_phase,
+        extend_commit=None,
+        verify_phase=verify_phase,
+        commit_phase=None,
+    )

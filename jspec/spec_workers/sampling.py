@@ -1,0 +1,136 @@
+"""Sampling state of the rows, and the sampler that every path shares: plain decoding and verification draw the same token from the same logits."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+TARGET_TOKEN = 0
+"""Purpose of a key: the target's own token at a position. Other purposes (a draft's token, an accept coin) take other numbers."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplingState:
+    """Sampling parameters, one row a request; written when it is prefilled."""
+
+    temperature: Any  # f32[R]  0 = greedy
+    top_k: Any  # i32[R]  0 = all
+    top_p: Any  # f32[R]  1 = all
+    min_p: Any  # f32[R]  0 = all
+    seed: Any  # u32[R]
+
+
+def init_sampling(num_rows: int) -> SamplingState:
+    """Greedy in every row."""
+    return SamplingState(
+        temperature=jnp.zeros(num_rows, jnp.float32),
+        top_k=jnp.zeros(num_rows, jnp.int32),
+        top_p=jnp.ones(num_rows, jnp.float32),
+        min_p=jnp.zeros(num_rows, jnp.float32),
+        seed=jnp.zeros(num_rows, jnp.uint32),
+    )
+
+
+def position_key(seed, position, purpose: int):
+    """The key for one position of one request: `fold_in(seed, position, purpose)`. Neighbours, batch place and overlap do not enter."""
+    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), position), purpose)
+
+
+def _ordered_bits(values):
+    """`u32` whose order is that of the f32 `values`: lets a threshold be found by bisection, exactly."""
+    bits = lax.bitcast_convert_type(values, jnp.uint32)
+    return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
+
+
+def _keep_heaviest(scores, weights, target):
+    """`bool[V]`: the highest-scoring tokens, until their weight reaches `target`; equal scores go to the lower id.
+
+    Bisection over the 32 bits of a float instead of a sort: a sort of the vocabulary is slow on every backend.
+    """
+    keys = _ordered_bits(scores)
+
+    def above(threshold):
+        return jnp.sum(jnp.where(keys > threshold, weights, 0.0))
+
+    def halve(_, bounds):
+        low, high = bounds  # above(high) < target
+        middle = low + (high - low) // 2
+        enough = above(middle) < target
+        return jnp.where(enough, low, middle + 1), jnp.where(enough, middle, high)
+
+    _, threshold = lax.fori_loop(0, 32, halve, (jnp.uint32(0), jnp.uint32(2**32 - 1)))
+    tied = keys == threshold
+    tied_before = jnp.cumsum(jnp.where(tied, weights, 0.0)) - jnp.where(tied, weights, 0.0)
+    return (keys > threshold) | (tied & (above(threshold) + tied_before < target))
+
+
+def filter_logits(logits, *, top_k, top_p, min_p):
+    """`f32[V]` with -inf where a token is filtered out: top-k, then top-p of the renormalised rest, then min-p.
+
+    Args:
+        logits: f32[V], already divided by the temperature.
+        top_k: i32[], 0 keeps all.
+        top_p: f32[] in (0, 1].
+        min_p: f32[] in [0, 1], relative to the most likely token.
+
+    Ensures: at least the most likely token stays; ties break to the lower id.
+    """
+    best = jnp.max(logits)
+    weights = jnp.exp(logits - best)
+    keep = lax.cond(
+        top_k > 0,
+        lambda: _keep_heaviest(logits, jnp.ones_like(logits), top_k.astype(jnp.float32)),
+        lambda: jnp.full(logits.shape, True),
+    )
+    weights = jnp.where(keep, weights, 0.0)
+    keep &= lax.cond(
+        top_p < 1,
+        lambda: _keep_heaviest(logits, weights, top_p * jnp.sum(weights)),
+        lambda: jnp.full(logits.shape, True),
+    )
+    return jnp.where(keep & (weights >= min_p), logits, -jnp.inf)
+
+
+def _sample_one(logits, temperature, top_k, top_p, min_p, seed, position):
+    """One token from `f32[V]`, by the Gumbel-max rule (Gumbel 1954; Maddison et al., arXiv 1411.0030)."""
+    scaled = filter_logits(logits / jnp.maximum(temperature, 1e-6), top_k=top_k, top_p=top_p, min_p=min_p)
+    noise = jax.random.gumbel(position_key(seed, position, TARGET_TOKEN), logits.shape, jnp.float32)
+    return jnp.argmax(scaled + noise).astype(jnp.int32)
+
+
+def sample(sampling: SamplingState, rows, logits, positions):
+    """The target's token at each position: argmax where the row is greedy, a draw from the filtered distribution elsewhere.
+
+    A token depends on its logits, its request's seed and its position, on nothing else, so a draw made while verifying a draft is the very draw that
+    plain decoding makes there.
+
+    Args:
+        sampling: parameters of all rows.
+        rows: i32[B].
+        logits: f32[B, W, V].
+        positions: i32[B, W], absolute position each token will take.
+
+    Returns:
+        `tokens: i32[B, W]` and `finite: bool[B, W]`, False where the logits are not all finite (the token is then meaningless, but in range).
+    """
+    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    finite = jnp.all(jnp.isfinite(logits), axis=-1)
+    temperature = sampling.temperature[rows]
+
+    def draw_rows():
+        def draw_row(row):
+            row_logits, row_positions, row_greedy, t, k, p, m, seed = row
+
+            def draw():
+                # One position after another: a vocabulary-wide filter of all positions at once would not fit the cache.
+                return lax.map(lambda x: _sample_one(x[0], t, k, p, m, seed, x[1]), (row_logits, row_positions))
+
+            return lax.cond(t > 0, draw, lambda: row_greedy)
+
+        params = (temperature, sampling.top_k[rows], sampling.top_p[rows], sampling.min_p[rows], sampling.seed[rows])
+        return lax.map(draw_row, (logits, positions, greedy, *params))
+
+    return lax.cond(jnp.any(temperature > 0), draw_rows, lambda: greedy), finite

@@ -1,0 +1,167 @@
+"""How a planned batch crosses to the device: one freshly made array down a launch, one packed array back.
+
+The host ships rows and the page-table delta, never the table, and never a buffer it will touch again: on CPU a NumPy array handed to JAX may be
+shared with the device (jax issue 37830), so every upload is made anew.
+"""
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jspec.state.batches import ScheduleBatch
+from jspec.state.results import GenerationBatchResult
+
+if TYPE_CHECKING:
+    from jspec.spec_workers.base import DeviceState
+
+DECODE_COLUMNS = 4
+EXTEND_COLUMNS = 9
+OUTCOME_COLUMNS = 3
+
+
+class DecodeInputs(NamedTuple):
+    """A DECODE batch on the device, padded to its bucket with row 0."""
+
+    rows: Any  # i32[B]
+    expected_iter: Any  # i32[B]  relay generation each row must hold
+    forward_iter: Any  # i32[]   this launch
+    first_page: Any  # i32[B]
+    new_pages: Any  # i32[B, K]  -1 padded
+
+
+class ExtendInputs(NamedTuple):
+    """An EXTEND batch on the device: `T` packed tokens of `B` rows, padded to its bucket."""
+
+    input_ids: Any  # i32[T]
+    rows: Any  # i32[B]
+    prefix_lens: Any  # i32[B]
+    extend_lens: Any  # i32[B]
+    forward_iter: Any  # i32[]
+    top_k: Any  # i32[B]
+    seed: Any  # u32[B]
+    temperature: Any  # f32[B]
+    top_p: Any  # f32[B]
+    min_p: Any  # f32[B]
+    page_table: Any  # i32[B, P]
+
+
+class RowSampling(NamedTuple):
+    """Sampling parameters of the rows of an EXTEND batch, as columns; see `SamplingParams`."""
+
+    top_k: np.ndarray  # i32[B]
+    seed: np.ndarray  # u32[B]
+    temperature: np.ndarray  # f32[B]
+    top_p: np.ndarray  # f32[B]
+    min_p: np.ndarray  # f32[B]
+
+
+def pack_decode(batch: ScheduleBatch, *, bucket: int) -> np.ndarray:
+    """`i32[bucket, 4 + K]`: the whole upload of a DECODE launch. Its size knows nothing of context length."""
+    b = batch.rows.shape[0]
+    upload = np.zeros((bucket, DECODE_COLUMNS + batch.new_pages.shape[1]), np.int32)
+    upload[:, 2] = batch.forward_iter
+    upload[:, DECODE_COLUMNS:] = -1
+    upload[:b, 0] = batch.rows
+    upload[:b, 1] = batch.expected_iter
+    upload[:b, 3] = batch.first_page
+    upload[:b, DECODE_COLUMNS:] = batch.new_pages
+    return upload
+
+
+def unpack_decode(upload) -> DecodeInputs:
+    """The inverse of `pack_decode`, on the device."""
+    return DecodeInputs(upload[:, 0], upload[:, 1], upload[0, 2], upload[:, 3], upload[:, DECODE_COLUMNS:])
+
+
+def pack_extend(
+    batch: ScheduleBatch, tokens: np.ndarray, sampling: RowSampling, *, num_tokens: int, num_rows: int, table_width: int
+) -> np.ndarray:
+    """`i32[T + B * (9 + P)]`: the whole upload of an EXTEND launch.
+
+    Args:
+        batch: the plan.
+        tokens: i32[sum of extend_lens], rows one after another.
+        sampling: parameters of the batch's rows.
+        num_tokens, num_rows, table_width: `T`, `B`, `P` of the bucket.
+    """
+    b = batch.rows.shape[0]
+    upload = np.zeros(num_tokens + num_rows * (EXTEND_COLUMNS + table_width), np.int32)
+    upload[: tokens.shape[0]] = tokens
+    table = upload[num_tokens:].reshape(num_rows, EXTEND_COLUMNS + table_width)
+    table[:, 3] = batch.forward_iter
+    columns = (sampling.top_k, sampling.seed.view(np.int32), *(x.view(np.int32) for x in sampling[2:]))
+    for i, column in zip(
+        (0, 1, 2, 4, 5, 6, 7, 8), (batch.rows, batch.prefix_lens, batch.extend_lens, *columns), strict=True
+    ):
+        table[:b, i] = column
+    table[:b, EXTEND_COLUMNS:] = np.maximum(batch.new_pages[:, :table_width], 0)
+    return upload
+
+
+def unpack_extend(upload, *, num_tokens: int, num_rows: int) -> ExtendInputs:
+    """The inverse of `pack_extend`, on the device."""
+    table = upload[num_tokens:].reshape(num_rows, -1)
+    reals = lax.bitcast_convert_type(table[:, 6:EXTEND_COLUMNS], jnp.float32)
+    return ExtendInputs(
+        input_ids=upload[:num_tokens],
+        rows=table[:, 0],
+        prefix_lens=table[:, 1],
+        extend_lens=table[:, 2],
+        forward_iter=table[0, 3],
+        top_k=table[:, 4],
+        seed=lax.bitcast_convert_type(table[:, 5], jnp.uint32),
+        temperature=reals[:, 0],
+        top_p=reals[:, 1],
+        min_p=reals[:, 2],
+        page_table=table[:, EXTEND_COLUMNS:],
+    )
+
+
+def apply_decode(device: "DeviceState", inputs: DecodeInputs) -> "DeviceState":
+    """The page-table delta of a DECODE launch, applied. Row 0 stays zero: padded entries write a zero there."""
+    new = inputs.new_pages >= 0
+    cols = inputs.first_page[:, None] + jnp.arange(inputs.new_pages.shape[1], dtype=jnp.int32)
+    table = device.page_table.at[jnp.where(new, inputs.rows[:, None], 0), jnp.where(new, cols, 0)].set(
+        jnp.where(new, inputs.new_pages, 0)
+    )
+    return dataclasses.replace(device, page_table=table)
+
+
+def apply_extend(device: "DeviceState", inputs: ExtendInputs) -> "DeviceState":
+    """Page table and sampling parameters of the new rows. The whole table row is set, so pages of the row's last owner are out of reach."""
+    pages = jnp.pad(inputs.page_table, ((0, 0), (0, device.page_table.shape[1] - inputs.page_table.shape[1])))
+    real = inputs.rows > 0
+
+    def put(buffer, values, idle):
+        return buffer.at[inputs.rows].set(jnp.where(real, values, jnp.asarray(idle, buffer.dtype)))
+
+    old = device.sampling
+    sampling = dataclasses.replace(
+        old,
+        temperature=put(old.temperature, inputs.temperature, 0),
+        top_k=put(old.top_k, inputs.top_k, 0),
+        top_p=put(old.top_p, inputs.top_p, 1),
+        min_p=put(old.min_p, inputs.min_p, 0),
+        seed=put(old.seed, inputs.seed, 0),
+    )
+    table = device.page_table.at[inputs.rows].set(jnp.where(real[:, None], pages, 0))
+    return dataclasses.replace(device, page_table=table, sampling=sampling)
+
+
+def pack_outcome(tokens, accept_lens, new_seq_lens, status):
+    """`i32[B, 3 + O]`: the whole download of a launch."""
+    return jnp.concatenate([jnp.stack([accept_lens, new_seq_lens, status], axis=1), tokens], axis=1).astype(jnp.int32)
+
+
+def unpack_outcome(outcome: np.ndarray, num_rows: int) -> GenerationBatchResult:
+    """The result of the launch's `num_rows` real rows, as views of the download."""
+    outcome = outcome[:num_rows]
+    return GenerationBatchResult(
+        next_token_ids=outcome[:, OUTCOME_COLUMNS:],
+        accept_lens=outcome[:, 0],
+        new_seq_lens=outcome[:, 1],
+        status=outcome[:, 2],
+    )
