@@ -102,6 +102,10 @@ class EngineConfig:
     """Memory for the KV pool. None: the device's free memory, less a tenth, where the device tells it; a quarter of the machine's memory elsewhere."""
     max_prefill_tokens: int | None = None
     """Most prompt tokens in one EXTEND batch. None: `context_len`, capped at 2048 where prompts are shorter. A longer prompt runs alone."""
+    batch_buckets: tuple[int, ...] | None = None
+    """Batch sizes that decode programs are built for, ascending, ending with `max_running`. None: 1, 2, 4, ... Fewer build faster and pad more."""
+    prefill_buckets: tuple[int, ...] | None = None
+    """Prompt tokens that prefill programs are built for, ascending, ending with the context length. None: 64, 128, 256, ..."""
     overlap: bool = True
     """Launch the next step before the last one is settled. Off settles each step at once; the tokens are the same."""
     kernels: str = "xla"
@@ -125,6 +129,15 @@ class EngineConfig:
         for field in ("kv_tokens", "kv_memory_bytes", "max_prefill_tokens"):
             if getattr(self, field) is not None:
                 _check_int(field, getattr(self, field), 1)
+        for field in ("batch_buckets", "prefill_buckets"):
+            if (sizes := getattr(self, field)) is not None:
+                object.__setattr__(self, field, tuple(sizes))
+                for size in sizes:
+                    _check_int(field, size, 1)
+                if not sizes or list(sizes) != sorted(set(sizes)):
+                    raise ValueError(f"{field}={tuple(sizes)} must ascend and hold at least one size")
+        if self.batch_buckets is not None and self.batch_buckets[-1] != self.max_running:
+            raise ValueError(f"batch_buckets={self.batch_buckets} must end with max_running={self.max_running}")
         if self.kv_tokens is not None and self.kv_memory_bytes is not None:
             raise ValueError(
                 f"kv_tokens={self.kv_tokens} and kv_memory_bytes={self.kv_memory_bytes} both size the KV pool: give one of them"

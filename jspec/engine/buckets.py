@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from jspec.config import EngineConfig
 from jspec.state.scheduler_state import Limits
 
 SMALLEST_TABLE_TOKENS = 256
@@ -27,12 +28,21 @@ class Buckets:
     prefill_rows: int  # rows of an EXTEND batch: one size, since padding rows cost nothing there
 
 
-def make_buckets(limits: Limits, *, max_running: int, pages_per_row: int, page_size: int) -> Buckets:
-    """Doubling sizes up to what the limits allow."""
+def make_buckets(config: EngineConfig, limits: Limits, *, pages_per_row: int) -> Buckets:
+    """The sizes the configuration asks for, or doubling ones up to what the limits allow.
+
+    Raises:
+        ValueError: `prefill_buckets` does not end with the context length.
+    """
+    if config.prefill_buckets is not None and config.prefill_buckets[-1] != limits.context_len:
+        raise ValueError(
+            f"prefill_buckets={config.prefill_buckets} must end with context_len={limits.context_len}: a prompt may be that long"
+        )
     return Buckets(
-        batch=_doubling(1, max_running),
-        table_width=_doubling(min(-(-SMALLEST_TABLE_TOKENS // page_size), pages_per_row), pages_per_row),
-        prefill_tokens=_doubling(min(SMALLEST_PREFILL_TOKENS, limits.context_len), limits.context_len),
+        batch=config.batch_buckets or _doubling(1, config.max_running),
+        table_width=_doubling(min(-(-SMALLEST_TABLE_TOKENS // config.page_size), pages_per_row), pages_per_row),
+        prefill_tokens=config.prefill_buckets
+        or _doubling(min(SMALLEST_PREFILL_TOKENS, limits.context_len), limits.context_len),
         prefill_rows=limits.max_prefill_rows,
     )
 

@@ -22,6 +22,7 @@ from jspec.spec_workers import SpecWorker, build_worker
 from jspec.spec_workers.base import DeviceSizes, DeviceState
 from jspec.spec_workers.upload import RowSampling, pack_decode, pack_extend, unpack_outcome
 from jspec.state.batches import ForwardMode, ScheduleBatch
+from jspec.state.dense import round_up
 from jspec.state.invariants import check
 from jspec.state.ledger import total_pages
 from jspec.state.requests import FinishReason, Waiting
@@ -94,12 +95,12 @@ class Engine:
             num_pages=num_pages,
             pages_per_row=pages_per_row,
             page_size=config.page_size,
-            max_len=context_len + 2 * worker.alloc_len,
+            max_len=round_up(
+                context_len + 2 * worker.alloc_len, 64
+            ),  # rounded, so that workers of near widths share prefill programs
         )
         self._loop = Loop(state, worker.init(sizes), ())
-        self._buckets = make_buckets(
-            self.limits, max_running=config.max_running, pages_per_row=pages_per_row, page_size=config.page_size
-        )
+        self._buckets = make_buckets(config, self.limits, pages_per_row=pages_per_row)
         pages = max_new_pages(alloc_len=worker.alloc_len, depth=self.limits.depth, page_size=config.page_size)
         self._programs = Programs(
             worker, self._loop.device, self._buckets, max_new_pages=pages, page_size=config.page_size, progress=progress

@@ -45,8 +45,9 @@ class TokenLogs:
     def append(self, launched: Launched, settled: Settled, result: GenerationBatchResult) -> None:
         """Adds the visible tokens of a settled launch."""
         rows, count = launched.rows, settled.num_visible
-        write = self._columns < count[:, None]
-        at = settled.start[:, None] + self._columns
+        columns = self._columns[: result.next_token_ids.shape[1]]
+        write = columns < count[:, None]
+        at = settled.start[:, None] + columns
         self._tokens[np.broadcast_to(rows[:, None], write.shape)[write], at[write]] = result.next_token_ids[write]
         if launched.forward_mode is ForwardMode.DECODE:
             rows, count = rows[settled.live], count[settled.live]

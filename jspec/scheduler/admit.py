@@ -1,12 +1,10 @@
 """Waiting requests become an EXTEND batch, first come first served, only when they can run to their end."""
 
-import dataclasses
-
 import numpy as np
 
 from jspec.scheduler.extend import prepare_extend
 from jspec.state.batches import ForwardMode, ScheduleBatch
-from jspec.state.dense import namespace, round_up, set_at
+from jspec.state.dense import ceil_div, namespace, replace, set_at
 from jspec.state.ledger import total_pages
 from jspec.state.requests import Waiting
 from jspec.state.results import record
@@ -21,12 +19,12 @@ def pages_to_finish(prompt_len, max_new_tokens, *, limits: Limits, page_size: in
     """
     xp = namespace(prompt_len)
     last = prompt_len + xp.where(max_new_tokens > 1, max_new_tokens - 2 + limits.reserve_len, 0)
-    return round_up(last, page_size) // page_size
+    return ceil_div(last, page_size)
 
 
 def submit(state: SchedulerState, request: Waiting) -> SchedulerState:
     """Puts a request at the end of the queue. The shell has checked that it can ever fit (`pages_to_finish`)."""
-    return dataclasses.replace(state, waiting=state.waiting.append(request))
+    return replace(state, waiting=state.waiting.append(request))
 
 
 def _select(state: SchedulerState, limits: Limits) -> tuple[list[Waiting], np.ndarray]:
@@ -84,7 +82,7 @@ def admit(state: SchedulerState, *, limits: Limits) -> tuple[SchedulerState, Sch
     for i, request in enumerate(chosen):
         stops[i, : len(request.stop_token_ids)] = request.stop_token_ids
     forward_iter = state.forward_iter + np.int32(1)
-    requests = dataclasses.replace(
+    requests = replace(
         state.requests,
         serial=set_at(state.requests.serial, rows, serials),
         prompt_len=set_at(state.requests.prompt_len, rows, prompt_lens),
@@ -110,7 +108,7 @@ def admit(state: SchedulerState, *, limits: Limits) -> tuple[SchedulerState, Sch
         forward_mode=ForwardMode.EXTEND,
     )
     waiting = state.waiting.popleft(len(chosen))
-    state = dataclasses.replace(
+    state = replace(
         state,
         requests=requests,
         ledger=ledger,

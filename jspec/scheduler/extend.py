@@ -1,8 +1,6 @@
 """The ledger side of a prefill: pages for the prompt, and the one place besides settle that commits KV."""
 
-import dataclasses
-
-from jspec.state.dense import namespace, round_up, set_at
+from jspec.state.dense import ceil_div, namespace, replace, set_at
 from jspec.state.ledger import KVLedger
 
 
@@ -23,13 +21,13 @@ def prepare_extend(ledger: KVLedger, rows, end_lens) -> tuple[KVLedger, object]:
     Source: SGLang `prepare_for_extend`.
     """
     xp, page = namespace(ledger.kv_committed_len), ledger.page_size
-    count = round_up(end_lens, page) // page
+    count = ceil_div(end_lens, page)
     first = xp.cumulative_sum(count, dtype=xp.int32) - count
     k = xp.arange(ledger.page_table.shape[1], dtype=xp.int32)
     new = k[None, :] < count[:, None]
     stack = xp.where(new, ledger.num_free - 1 - first[:, None] - k[None, :], ledger.free_pages.shape[0] - 1)
     pages = ledger.free_pages[stack]
-    ledger = dataclasses.replace(
+    ledger = replace(
         ledger,
         kv_committed_len=set_at(ledger.kv_committed_len, rows, end_lens),
         kv_allocated_len=set_at(ledger.kv_allocated_len, rows, end_lens),

@@ -1,13 +1,12 @@
 """Results and aborts at the level of the whole state: settle one launch, free what ended, take back what was asked."""
 
-import dataclasses
 import enum
 
 import numpy as np
 
 from jspec.scheduler.release import release
 from jspec.scheduler.settle import Settled, settle
-from jspec.state.dense import set_at
+from jspec.state.dense import replace, set_at
 from jspec.state.requests import FinishReason
 from jspec.state.results import GenerationBatchResult, Launched
 from jspec.state.scheduler_state import SchedulerState
@@ -30,7 +29,7 @@ def settle_oldest(state: SchedulerState, result: GenerationBatchResult) -> tuple
     finished = launched.rows[settled.finish_reason != FinishReason.NONE]
     if len(finished):
         requests, ledger = release(requests, ledger, finished)
-    state = dataclasses.replace(state, requests=requests, ledger=ledger, launched=state.launched[1:])
+    state = replace(state, requests=requests, ledger=ledger, launched=state.launched[1:])
     return state, launched, settled
 
 
@@ -54,9 +53,9 @@ def abort(state: SchedulerState, serial: int) -> tuple[SchedulerState, Aborted]:
     """
     rows = np.nonzero(state.requests.serial == serial)[0]
     if serial > 0 and len(rows):
-        requests = dataclasses.replace(state.requests, to_finish=set_at(state.requests.to_finish, rows, True))
-        return dataclasses.replace(state, requests=requests), Aborted.RUNNING
+        requests = replace(state.requests, to_finish=set_at(state.requests.to_finish, rows, True))
+        return replace(state, requests=requests), Aborted.RUNNING
     for request in state.waiting:
         if request.serial == serial:
-            return dataclasses.replace(state, waiting=state.waiting.remove(request)), Aborted.WAITING
+            return replace(state, waiting=state.waiting.remove(request)), Aborted.WAITING
     return state, Aborted.UNKNOWN

@@ -1,13 +1,11 @@
 """What runs next: a prefill if one can start, else one step of every running request that still needs it."""
 
-import dataclasses
-
 import numpy as np
 
 from jspec.scheduler.admit import admit
 from jspec.scheduler.reserve import reserve
 from jspec.state.batches import ForwardMode, ScheduleBatch
-from jspec.state.dense import add_at, namespace, set_at
+from jspec.state.dense import add_at, namespace, replace, set_at
 from jspec.state.requests import RequestTable
 from jspec.state.results import Launched, record
 from jspec.state.scheduler_state import Limits, SchedulerState
@@ -56,8 +54,8 @@ def plan_decode(state: SchedulerState, *, limits: Limits) -> tuple[SchedulerStat
         kv_bound=ledger.kv_allocated_len[rows].max(),
         forward_mode=ForwardMode.DECODE,
     )
-    requests = dataclasses.replace(state.requests, last_launch=set_at(state.requests.last_launch, rows, forward_iter))
-    state = dataclasses.replace(
+    requests = replace(state.requests, last_launch=set_at(state.requests.last_launch, rows, forward_iter))
+    state = replace(
         state, requests=requests, ledger=ledger, launched=(*state.launched, record(batch)), forward_iter=forward_iter
     )
     return state, batch

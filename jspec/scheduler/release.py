@@ -1,8 +1,6 @@
 """A request leaves: its pages return, its row is free, its epoch moves on."""
 
-import dataclasses
-
-from jspec.state.dense import add_at, namespace, set_at
+from jspec.state.dense import add_at, namespace, replace, set_at
 from jspec.state.ledger import KVLedger, num_pages_held
 from jspec.state.requests import RequestTable
 
@@ -32,7 +30,7 @@ def release(requests: RequestTable, ledger: KVLedger, rows) -> tuple[RequestTabl
     first = ledger.num_free + xp.cumulative_sum(count, dtype=xp.int32) - count
     sink = ledger.free_pages.shape[0] - 1
     place = xp.where(leaving, first[:, None] + col - protected[:, None], sink)
-    ledger = dataclasses.replace(
+    ledger = replace(
         ledger,
         free_pages=set_at(ledger.free_pages, place, xp.where(leaving, ledger.page_table[rows], 0)),
         num_free=ledger.num_free + xp.sum(count, dtype=xp.int32),
@@ -41,7 +39,7 @@ def release(requests: RequestTable, ledger: KVLedger, rows) -> tuple[RequestTabl
         kv_committed_len=set_at(ledger.kv_committed_len, rows, 0),
         kv_allocated_len=set_at(ledger.kv_allocated_len, rows, 0),
     )
-    requests = dataclasses.replace(
+    requests = replace(
         requests,
         epoch=add_at(requests.epoch, rows, xp.where(rows > 0, 1, 0)),
         serial=set_at(requests.serial, rows, 0),

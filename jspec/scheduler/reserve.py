@@ -1,9 +1,8 @@
 """Page-aligned reserve ahead of speculative writes."""
 
-import dataclasses
 from typing import Any, NamedTuple
 
-from jspec.state.dense import namespace, round_up, set_at
+from jspec.state.dense import ceil_div, namespace, replace, set_at
 from jspec.state.ledger import KVLedger, num_pages_held
 
 
@@ -36,36 +35,29 @@ def reserve(ledger: KVLedger, active, *, alloc_len: int, depth: int) -> tuple[KV
         The ledger and a `Reserved`.
 
     Requires: `kv_committed_len <= kv_allocated_len` in every row.
-    Ensures: `kv_allocated_len` of granted rows is page aligned and never shrinks; pages are conserved. Where pages run short, rows are granted in
-        row order until they end; a row that is not granted keeps what it has.
+    Ensures: `kv_allocated_len` of granted rows is page aligned and never shrinks; pages are conserved. Where pages run short, rows that need
+        some are granted in row order until they end; a row that is not granted keeps what it has.
     Clock: `kv_allocated_len`; also written by `prepare_extend` and `release`.
     Source: SGLang Spec V2 `prepare_for_decode` (reserve of two windows, allocation from the allocated length).
     """
     xp, page = namespace(ledger.kv_committed_len), ledger.page_size
-    allocated = ledger.kv_allocated_len
-    wanted = round_up(ledger.kv_committed_len + (depth + 1) * alloc_len, page)
-    wanted = xp.where(active, xp.maximum(allocated, wanted), allocated)
-    held = num_pages_held(ledger)
-    count = xp.where(active, wanted // page - held, 0)
+    allocated, held = ledger.kv_allocated_len, num_pages_held(ledger)
+    wanted = ceil_div(ledger.kv_committed_len + (depth + 1) * alloc_len, page)
+    count = xp.where(active, xp.maximum(wanted - held, 0), 0)
     before = xp.cumulative_sum(count, dtype=xp.int32)
-    granted = active & (before <= ledger.num_free)
+    granted = active & ((count == 0) | (before <= ledger.num_free))
     count = xp.where(granted, count, 0)
-    taken = xp.sum(count, dtype=xp.int32)
-    first = xp.cumulative_sum(count, dtype=xp.int32) - count
     k = xp.arange(max_new_pages(alloc_len=alloc_len, depth=depth, page_size=page), dtype=xp.int32)
-    new = k[None, :] < count[:, None]
-    stack = xp.where(new, ledger.num_free - 1 - first[:, None] - k[None, :], ledger.free_pages.shape[0] - 1)
-    pages = ledger.free_pages[stack]
+    new = k < count[:, None]
+    # Every earlier row with new pages is granted too, so the sum before a granted row is what was taken before it.
+    place = (ledger.num_free - 1 - (before - count))[:, None] - k
+    pages = xp.where(new, ledger.free_pages[xp.where(new, place, 0)], -1)
     rows = xp.arange(count.shape[0], dtype=xp.int32)[:, None]
-    table = set_at(
-        ledger.page_table,
-        (xp.where(new, rows, 0), xp.where(new, held[:, None] + k[None, :], 0)),
-        xp.where(new, pages, 0),
-    )
-    ledger = dataclasses.replace(
+    index = (xp.where(new, rows, 0), xp.where(new, held[:, None] + k, 0))
+    ledger = replace(
         ledger,
-        kv_allocated_len=xp.where(granted, wanted, allocated),
-        num_free=ledger.num_free - taken,
-        page_table=table,
+        kv_allocated_len=xp.where(granted, xp.maximum(allocated, wanted * page), allocated),
+        num_free=ledger.num_free - xp.sum(count, dtype=xp.int32),
+        page_table=set_at(ledger.page_table, index, xp.where(new, pages, 0)),
     )
-    return ledger, Reserved(granted, held, xp.where(new, pages, -1))
+    return ledger, Reserved(granted, held, pages)

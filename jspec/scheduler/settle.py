@@ -1,10 +1,9 @@
 """The host catches up with one launch: tokens accepted, KV committed, requests ended."""
 
-import dataclasses
 from typing import Any, NamedTuple
 
 from jspec.state.batches import ForwardMode
-from jspec.state.dense import add_at, namespace
+from jspec.state.dense import add_at, namespace, replace
 from jspec.state.ledger import KVLedger
 from jspec.state.requests import FinishReason, RequestTable
 from jspec.state.results import GenerationBatchResult, Launched, RowStatus
@@ -57,9 +56,10 @@ def settle(
     start, limit = requests.output_len[rows], requests.max_new_tokens[rows]
     end = start + num_new
 
-    place = xp.arange(1, result.next_token_ids.shape[1] + 1, dtype=xp.int32)
-    is_stop = xp.any(result.next_token_ids[:, :, None] == requests.stop_token_ids[rows][:, None, :], axis=-1)
-    stop_end = start + xp.min(xp.where(is_stop & (place <= num_new[:, None]), place, _NEVER), axis=1)
+    # Reduced axes come first: NumPy reduces a short last axis an element at a time.
+    place = xp.arange(1, result.next_token_ids.shape[1] + 1, dtype=xp.int32)[:, None]
+    is_stop = xp.any(requests.stop_token_ids[rows].T[:, None, :] == result.next_token_ids.T, axis=0)  # [O, B]
+    stop_end = start + xp.min(xp.where(is_stop & (place <= num_new), place, _NEVER), axis=0)
 
     aborted = live & requests.to_finish[rows]
     cut = xp.minimum(end, limit)
@@ -68,7 +68,7 @@ def settle(
     reason = xp.where(bad, _ERROR, xp.where(aborted, _ABORT, xp.where(live, reason, _NONE)))
     visible_end = xp.where(aborted, end, xp.where(stopped, stop_end, cut))
 
-    requests = dataclasses.replace(requests, output_len=add_at(requests.output_len, rows, num_new))
+    requests = replace(requests, output_len=add_at(requests.output_len, rows, num_new))
     if launched.forward_mode is ForwardMode.DECODE:
-        ledger = dataclasses.replace(ledger, kv_committed_len=add_at(ledger.kv_committed_len, rows, num_new))
+        ledger = replace(ledger, kv_committed_len=add_at(ledger.kv_committed_len, rows, num_new))
     return requests, ledger, Settled(live, start, num_new, xp.where(live, visible_end - start, 0), reason)

@@ -49,7 +49,7 @@ class PhaseOutput(NamedTuple):
     """What the first program of a launch leaves."""
 
     device: DeviceState  # frontier published
-    outcome: Any  # i32[B, 3 + O], see `pack_outcome`: all the host ever sees of a step
+    outcome: Any  # i32[B, 3 + O] (one token column after EXTEND), see `pack_outcome`: all the host ever sees of a step
     handoff: Any  # pytree for the commit program; `()` if there is none
 
 

@@ -12,7 +12,7 @@ from jspec.future_map import publish, resolve, stash
 from jspec.models.target import TargetModel
 from jspec.spec_workers.accept import accept_chain
 from jspec.spec_workers.base import DeviceSizes, DeviceState, PhaseOutput, SpecWorker, VerifyKind, init_device
-from jspec.spec_workers.forward import extend_batch, verify_batch
+from jspec.spec_workers.forward import extend_batch, token_rows, verify_batch
 from jspec.spec_workers.sampling import sample
 from jspec.spec_workers.upload import DecodeInputs, ExtendInputs, apply_decode, apply_extend, pack_outcome
 from jspec.state.results import RowStatus
@@ -77,26 +77,23 @@ def chain(
     widths = widths or (verify_width,)
     if verify_width < 1 or list(widths) != sorted(set(widths)) or widths[0] < 1 or widths[-1] != verify_width:
         raise ValueError(f"widths={widths} must ascend from at least 1 to verify_width={verify_width}")
-    speculative = verify_width > 1
 
     def init(sizes: DeviceSizes) -> DeviceState:
         return init_device(
             sizes,
             kv_pages=target.init_kv(sizes.num_pages, sizes.page_size),
             carry=Carry(bonus=jax.ShapeDtypeStruct((), jnp.int32)),
-            history=jnp.zeros((sizes.num_rows, sizes.max_len), jnp.int32) if speculative else (),
+            history=jnp.zeros((sizes.num_rows, sizes.max_len), jnp.int32),
         )
 
-    def finish(device: DeviceState, inputs, kv_pages, tokens, accept_lens, new_seq_lens, status) -> PhaseOutput:
+    def finish(device: DeviceState, inputs, tokens, accept_lens, new_seq_lens, status) -> PhaseOutput:
         """Publishes, stashes and appends: the tail that prefill and verify share."""
         future = publish(device.future, inputs.rows, new_seq_lens, forward_iter=inputs.forward_iter)
         bonus = jnp.take_along_axis(tokens, accept_lens[:, None] - 1, axis=1)[:, 0]
         future = stash(future, inputs.rows, Carry(bonus=bonus), forward_iter=inputs.forward_iter)
-        history = device.history
-        if speculative:
-            history = _append(history, inputs.rows, new_seq_lens + 1 - accept_lens, tokens, accept_lens)
-        device = dataclasses.replace(device, kv_pages=kv_pages, future=future, history=history)
-        tokens = jnp.pad(tokens, ((0, 0), (0, verify_width - tokens.shape[1])))
+        history = _append(device.history, inputs.rows, new_seq_lens + 1 - accept_lens, tokens, accept_lens)
+        status = jnp.where(inputs.rows > 0, status, RowStatus.OK)
+        device = dataclasses.replace(device, future=future, history=history)
         return PhaseOutput(device, pack_outcome(tokens, accept_lens, new_seq_lens, status), ())
 
     def extend_phase(params, device: DeviceState, inputs: ExtendInputs, *, table_width: int) -> PhaseOutput:
@@ -107,51 +104,44 @@ def chain(
         logits = target.logits(params, out.hidden[last])[:, None, :]
         new_seq_lens = inputs.prefix_lens + inputs.extend_lens
         tokens, finite = sample(device.sampling, inputs.rows, logits, new_seq_lens[:, None])
-        status = jnp.where(finite[:, 0] | (inputs.rows == 0), RowStatus.OK, RowStatus.NOT_FINITE)
-        if speculative:
-            index = jnp.minimum(
-                jnp.searchsorted(jnp.cumsum(inputs.extend_lens), jnp.arange(batch.positions.shape[0]), side="right"),
-                batch.rows.shape[0] - 1,
-            )
-            rows = jnp.where(batch.slots > 0, inputs.rows[index], 0)
-            history = device.history.at[rows, jnp.where(rows > 0, batch.positions, 0)].set(
-                jnp.where(rows > 0, batch.input_ids, 0)
-            )
-            device = dataclasses.replace(device, history=history)
-        return finish(device, inputs, out.kv_pages, tokens, jnp.ones_like(inputs.rows), new_seq_lens, status)
+        status = jnp.where(finite[:, 0], RowStatus.OK, RowStatus.NOT_FINITE)
+        history = device.history.at[token_rows(batch), batch.positions].set(
+            jnp.where(batch.slots > 0, batch.input_ids, 0)
+        )
+        device = dataclasses.replace(device, kv_pages=out.kv_pages, history=history)
+        return finish(device, inputs, tokens, jnp.ones_like(inputs.rows), new_seq_lens, status)
 
     def verify_phase(params, device: DeviceState, inputs: DecodeInputs, *, table_width: int) -> PhaseOutput:
         device = apply_decode(device, inputs)
+        real = inputs.rows > 0
         seq_lens, carry, fresh = resolve(device.future, inputs.rows, expected_iter=inputs.expected_iter)
         page_table = device.page_table[inputs.rows, :table_width]
-        lens = jnp.where(inputs.rows > 0, seq_lens + 1, 0)
-        proposal = propose(device.history[inputs.rows] if speculative else (), lens)
-        num_drafts = jnp.where(inputs.rows > 0, proposal.num_drafts, 0)
+        proposal = propose(device.history[inputs.rows], jnp.where(real, seq_lens + 1, 0))
+        num_drafts = jnp.where(real, proposal.num_drafts, 0)
         candidates = jnp.concatenate([carry.bonus[:, None], proposal.tokens], axis=1)
 
-        def verify_at(width: int):
-            def run(kv_pages):
+        def forward_at(width: int):
+            def forward(kv_pages):
                 batch = verify_batch(
                     inputs.rows, seq_lens, candidates[:, :width], page_table, page_size=device.page_size
                 )
                 out = target.forward(params, batch, kv_pages)
-                logits = target.logits(params, out.hidden).reshape(inputs.rows.shape[0], width, -1)
-                positions = batch.positions.reshape(-1, width) + 1
-                tokens, finite = sample(device.sampling, inputs.rows, logits, positions)
-                pad = ((0, 0), (0, verify_width - width))
-                return out.kv_pages, jnp.pad(tokens, pad), jnp.pad(finite, pad, constant_values=True)
+                logits = target.logits(params, out.hidden).reshape(real.shape[0], width, -1)
+                return out.kv_pages, jnp.pad(logits, ((0, 0), (0, verify_width - width), (0, 0)))
 
-            return run
+            return forward
 
-        needed = 1 + jnp.max(num_drafts)
-        branch = jnp.sum(needed > jnp.asarray(widths, jnp.int32), dtype=jnp.int32)
-        kv_pages, tokens, finite = lax.switch(branch, [verify_at(w) for w in widths], device.kv_pages)
+        longest = 1 + jnp.max(num_drafts)
+        branch = jnp.sum(longest > jnp.asarray(widths, jnp.int32), dtype=jnp.int32)
+        kv_pages, logits = lax.switch(branch, [forward_at(width) for width in widths], device.kv_pages)
+        place = jnp.arange(verify_width, dtype=jnp.int32)
+        reachable = place <= num_drafts[:, None]
+        tokens, finite = sample(device.sampling, inputs.rows, logits, seq_lens[:, None] + 1 + place, reachable)
         accept_lens = accept_chain(candidates, tokens, num_drafts)
-        emitted = jnp.arange(verify_width) < accept_lens[:, None]
-        status = jnp.where(jnp.all(finite | ~emitted, axis=1), RowStatus.OK, RowStatus.NOT_FINITE)
-        status = jnp.where(fresh, status, RowStatus.STALE_RELAY)
-        status = jnp.where(inputs.rows > 0, status, RowStatus.OK)
-        return finish(device, inputs, kv_pages, tokens, accept_lens, seq_lens + accept_lens, status)
+        finite = jnp.all(finite | (place >= accept_lens[:, None]), axis=1)
+        status = jnp.where(fresh, jnp.where(finite, RowStatus.OK, RowStatus.NOT_FINITE), RowStatus.STALE_RELAY)
+        device = dataclasses.replace(device, kv_pages=kv_pages)
+        return finish(device, inputs, tokens, accept_lens, seq_lens + accept_lens, status)
 
     return SpecWorker(
         name=name,
@@ -159,7 +149,7 @@ def chain(
         output_stride=verify_width,
         alloc_len=verify_width,
         num_non_draft_tokens=1,
-        fixed_accept=None if speculative else 1,
+        fixed_accept=1 if verify_width == 1 else None,
         verify_kind=VerifyKind.CHAIN,
         capture_layers=(),
         host_inputs=(),

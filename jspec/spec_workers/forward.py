@@ -57,3 +57,10 @@ def extend_batch(inputs: ExtendInputs, *, page_size: int) -> tuple[ForwardBatch,
         query_len=None,
     )
     return batch, jnp.maximum(ends - 1, 0).astype(jnp.int32)
+
+
+def token_rows(batch: ForwardBatch) -> jnp.ndarray:
+    """`i32[T]` pool row of each packed token of a ragged batch; 0 for padding tokens."""
+    ends = jnp.cumsum(batch.extend_lens)
+    index = jnp.searchsorted(ends, jnp.arange(batch.positions.shape[0], dtype=jnp.int32), side="right")
+    return jnp.where(batch.slots > 0, batch.rows[jnp.minimum(index, batch.rows.shape[0] - 1)], 0)

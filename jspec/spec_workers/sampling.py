@@ -101,7 +101,7 @@ def _sample_one(logits, temperature, top_k, top_p, min_p, seed, position):
     return jnp.argmax(scaled + noise).astype(jnp.int32)
 
 
-def sample(sampling: SamplingState, rows, logits, positions):
+def sample(sampling: SamplingState, rows, logits, positions, active=None):
     """The target's token at each position: argmax where the row is greedy, a draw from the filtered distribution elsewhere.
 
     A token depends on its logits, its request's seed and its position, on nothing else, so a draw made while verifying a draft is the very draw that
@@ -112,25 +112,33 @@ def sample(sampling: SamplingState, rows, logits, positions):
         rows: i32[B].
         logits: f32[B, W, V].
         positions: i32[B, W], absolute position each token will take.
+        active: bool[B, W] or None, positions whose token matters; others are not drawn.
 
     Returns:
         `tokens: i32[B, W]` and `finite: bool[B, W]`, False where the logits are not all finite (the token is then meaningless, but in range).
     """
+    vocab_size = logits.shape[-1]
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     finite = jnp.all(jnp.isfinite(logits), axis=-1)
-    temperature = sampling.temperature[rows]
+    drawn = jnp.broadcast_to((sampling.temperature[rows] > 0)[:, None], positions.shape)
+    if active is not None:
+        drawn &= active
 
-    def draw_rows():
-        def draw_row(row):
-            row_logits, row_positions, row_greedy, t, k, p, m, seed = row
+    def draw(item):
+        row, token, position, wanted, logits = item
+        params = (
+            sampling.temperature[row],
+            sampling.top_k[row],
+            sampling.top_p[row],
+            sampling.min_p[row],
+            sampling.seed[row],
+        )
+        return lax.cond(wanted, lambda: _sample_one(logits, *params, position), lambda: token)
 
-            def draw():
-                # One position after another: a vocabulary-wide filter of all positions at once would not fit the cache.
-                return lax.map(lambda x: _sample_one(x[0], t, k, p, m, seed, x[1]), (row_logits, row_positions))
+    def draw_all():
+        # One position after another: a vocabulary-wide filter of all of them at once would not fit the cache.
+        each = (jnp.broadcast_to(rows[:, None], positions.shape), greedy, positions, drawn)
+        flat = (*(x.reshape(-1) for x in each), logits.reshape(-1, vocab_size))
+        return lax.map(draw, flat).reshape(positions.shape)
 
-            return lax.cond(t > 0, draw, lambda: row_greedy)
-
-        params = (temperature, sampling.top_k[rows], sampling.top_p[rows], sampling.min_p[rows], sampling.seed[rows])
-        return lax.map(draw_row, (logits, positions, greedy, *params))
-
-    return lax.cond(jnp.any(temperature > 0), draw_rows, lambda: greedy), finite
+    return lax.cond(jnp.any(drawn), draw_all, lambda: greedy), finite

@@ -1,6 +1,23 @@
-"""Functional array updates that mean the same on NumPy arrays and on JAX arrays: what lets one transition serve engine and `jit`."""
+"""Functional updates that mean the same on NumPy arrays and on JAX arrays: what lets one transition serve the engine and `jit`."""
+
+from typing import Any, TypeVar
 
 import numpy as np
+
+Value = TypeVar("Value")
+
+
+def replace(value: Value, **changes: Any) -> Value:
+    """`dataclasses.replace` for the frozen state types, at a tenth of its cost: the hot path makes half a dozen such values an iteration.
+
+    The state types have no `__post_init__`, so copying the fields is all there is to do.
+    """
+    fields = value.__dict__
+    if not changes.keys() <= fields.keys():
+        raise TypeError(f"{type(value).__name__} has no field {sorted(changes.keys() - fields.keys())}")
+    new = object.__new__(type(value))
+    new.__dict__.update(fields, **changes)
+    return new
 
 
 def namespace(array):
@@ -26,6 +43,11 @@ def add_at(array, index, values):
     return array.at[index].add(values)
 
 
+def ceil_div(lengths, size: int):
+    """`lengths / size`, rounded up."""
+    return (lengths + (size - 1)) // size
+
+
 def round_up(lengths, multiple: int):
     """Smallest multiple of `multiple` that is >= `lengths`."""
-    return -(-lengths // multiple) * multiple
+    return ceil_div(lengths, multiple) * multiple

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jspec.state.dense import round_up
+from jspec.state.dense import ceil_div
 
 
 @jax.tree_util.register_dataclass
@@ -43,7 +43,7 @@ def init_ledger(*, max_running: int, num_pages: int, pages_per_row: int, page_si
 
 def num_pages_held(ledger: KVLedger):
     """`i32[R]` pages in each row's table, those owned by the prefix cache included."""
-    return round_up(ledger.kv_allocated_len, ledger.page_size) // ledger.page_size
+    return ceil_div(ledger.kv_allocated_len, ledger.page_size)
 
 
 def total_pages(ledger: KVLedger) -> int:

@@ -1,0 +1,154 @@
+"""Tiny targets, a worker whose accept lengths are known in advance, and slow oracles for the engine's output."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jspec import Engine, EngineConfig, SamplingParams
+from jspec.models.tiny import markov_target, random_target
+from jspec.spec_workers.chain import Proposal, chain
+from jspec.spec_workers.forward import extend_batch
+from jspec.spec_workers.upload import ExtendInputs
+
+VOCAB = 64
+CONTEXT = 128
+
+
+ACCEPT = {"all": range(0, 21), "mixed": range(21, 42), "none": range(42, VOCAB)}
+"""M1's vocabulary falls into three cycles. After a token of the first, the oracle worker's drafts are right; after one of the second, right unless the
+token is a multiple of 3; after one of the third, wrong. So the last token of a prompt chooses how its drafts fare."""
+
+
+def _is_wrong_after(token: int) -> bool:
+    return token in ACCEPT["none"] or (token in ACCEPT["mixed"] and token % 3 == 0)
+
+
+@functools.cache
+def markov_table() -> tuple[int, ...]:
+    table = np.empty(VOCAB, int)
+    for cycle in ACCEPT.values():
+        order = np.random.default_rng(cycle.start).permutation(cycle)
+        table[order] = np.roll(order, -1)
+    return tuple(table.tolist())
+
+
+@functools.cache
+def markov(context_len: int = CONTEXT, eos_token_ids: tuple[int, ...] = ()):
+    """M1: the next token is a function of the current one."""
+    return markov_target(markov_table(), context_len=context_len, eos_token_ids=eos_token_ids)
+
+
+def markov_continuation(token: int, length: int) -> list[int]:
+    """What M1 decodes greedily after `token`."""
+    out = []
+    for _ in range(length):
+        token = markov_table()[token]
+        out.append(token)
+    return out
+
+
+@functools.cache
+def transformer(context_len: int = CONTEXT, eos_token_ids: tuple[int, ...] = ()):
+    """M2: a random f32 transformer; misplaced or stale KV changes its text. Greedy, it soon loops (M3)."""
+    return random_target(0, vocab_size=VOCAB, context_len=context_len, eos_token_ids=eos_token_ids)
+
+
+def oracle_worker(width: int = 5):
+    """Drafts M1's own continuation, made wrong after chosen tokens: the accept length of every verify is known in advance."""
+    table = jnp.asarray(markov_table(), jnp.int32)
+    wrong = jnp.asarray([_is_wrong_after(token) for token in range(VOCAB)])
+
+    def propose(history, lens) -> Proposal:
+        token = jnp.take_along_axis(history, jnp.maximum(lens - 1, 0)[:, None], axis=1)[:, 0]
+        drafts = []
+        for _ in range(width - 1):
+            follows = table[token]
+            drafts.append(jnp.where(wrong[token], (follows + 1) % VOCAB, follows))
+            token = follows
+        return Proposal(jnp.stack(drafts, axis=1), jnp.full_like(lens, width - 1))
+
+    return chain("oracle", markov(), propose, verify_width=width)
+
+
+def oracle_accept_lens(token: int, num_tokens: int, width: int = 5) -> list[int]:
+    """Accept lengths of the oracle worker after a prompt that ends with `token`, the last one cut at `num_tokens` emitted tokens."""
+    out = markov_continuation(token, num_tokens + width)
+    lens, emitted = [], 1
+    while emitted < num_tokens:
+        run = 1
+        while run < width and not _is_wrong_after(out[emitted + run - 2]):
+            run += 1
+        run = min(run, num_tokens - emitted)
+        lens.append(run)
+        emitted += run
+    return lens
+
+
+def build(target, algorithm: str = "plain", worker=None, **settings) -> Engine:
+    """A small engine that checks every invariant after every transition; one program of each kind unless `settings` ask for more."""
+    defaults = dict(page_size=16, max_running=4, checked=True, num_draft_tokens=5)
+    settings = {**defaults, **settings}
+    settings.setdefault("batch_buckets", (settings["max_running"],))
+    settings.setdefault("prefill_buckets", (settings.get("context_len", target.facts.context_len),))
+    return Engine(EngineConfig(algorithm=algorithm, **settings), target=target, worker=worker)
+
+
+def prompts_of(count: int, *, seed: int = 0, shortest: int = 1, longest: int = 40) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, VOCAB, rng.integers(shortest, longest + 1)).tolist() for _ in range(count)]
+
+
+@functools.cache
+def _full_forward(target, padded: int):
+    page_size = 16
+    pages = -(-padded // page_size)
+
+    @jax.jit
+    def run(params, tokens, length):
+        inputs = ExtendInputs(
+            input_ids=tokens,
+            rows=jnp.ones(1, jnp.int32),
+            prefix_lens=jnp.zeros(1, jnp.int32),
+            extend_lens=length[None],
+            forward_iter=0,
+            top_k=None,
+            seed=None,
+            temperature=None,
+            top_p=None,
+            min_p=None,
+            page_table=jnp.arange(1, pages + 1, dtype=jnp.int32)[None],
+        )
+        batch, last = extend_batch(inputs, page_size=page_size)
+        out = target.forward(params, batch, target.init_kv(pages, page_size))
+        return target.logits(params, out.hidden[last])[0]
+
+    return run
+
+
+def slow_greedy(target, prompt: list[int], num_tokens: int, stop=()) -> list[int]:
+    """Greedy decoding that recomputes the whole sequence for every token: no cache, no engine."""
+    padded = target.facts.context_len
+    sequence, out = list(prompt), []
+    while len(out) < num_tokens and len(sequence) < padded:
+        tokens = np.zeros(padded, np.int32)
+        tokens[: len(sequence)] = sequence
+        token = int(np.argmax(_full_forward(target, padded)(target.params, tokens, np.int32(len(sequence)))))
+        sequence.append(token)
+        out.append(token)
+        if token in stop:
+            break
+    return out
+
+
+def assert_idle(engine: Engine) -> None:
+    """O3: nothing held, nothing waiting, every page free."""
+    state = engine.state
+    assert not engine.has_work and not state.waiting and not state.launched
+    assert int(state.ledger.num_free) == state.ledger.free_pages.shape[0] - 1
+    assert not state.requests.serial.any() and not state.ledger.kv_allocated_len.any()
+
+
+def greedy(num_tokens: int, **kwargs) -> SamplingParams:
+    return SamplingParams(max_new_tokens=num_tokens, **kwargs)
