@@ -31,11 +31,10 @@ class Meters:
     """Clocks and counters of one engine. Times are kept for decode launches; everything else of the loop is outside the step's cost."""
 
     def __init__(self):
-        self._warm = compiles()
         self.reset()
 
     def reset(self) -> None:
-        """Starts all counts anew, except that of compilations, which starts at warm-up."""
+        """Starts all counts anew."""
         self.requests = self.tokens = self.prefill_tokens = self.verifies = self.iterations = self.launches = (
             self.ahead
         ) = 0
@@ -47,7 +46,7 @@ class Meters:
 
     def iteration_starts(self) -> None:
         """At the top of an iteration."""
-        self._iteration_start, self._waited_s = time.perf_counter(), 0.0
+        self._iteration_start, self._waited_s, self._compiles_before = time.perf_counter(), 0.0, compiles()
         self._first = self._first or self._iteration_start
 
     def launched(self, *, decode: bool, previous_running: bool, chained: bool) -> None:
@@ -85,6 +84,7 @@ class Meters:
 
     def iteration_ends(self, *, decode: bool) -> None:
         """At the end of an iteration."""
+        self.compiles += compiles() - self._compiles_before
         if decode:
             self._host_s.append(time.perf_counter() - self._iteration_start - self._waited_s)
 
@@ -102,5 +102,5 @@ class Meters:
             host_ms_per_iteration=1e3 * float(np.median(list(self._host_s))) if self._host_s else 0.0,
             exposed_host_ms_per_iteration=1e3 * self._exposed_s / self.launches if self.launches else 0.0,
             run_ahead=self.ahead / self.launches if self.launches else 0.0,
-            compiles_after_warmup=compiles() - self._warm,
+            compiles_after_warmup=self.compiles,
         )

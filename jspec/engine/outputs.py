@@ -88,3 +88,4 @@ class Summary:
     run_ahead: float
     """Share of decode launches made while the launch before still ran."""
     compiles_after_warmup: int
+    """Programs compiled inside an iteration: 0, since all are built before the first."""

@@ -49,6 +49,14 @@ def _append(history, rows, start, tokens, count):
     return history.at[jnp.where(write, rows[:, None], 0), cols].set(jnp.where(write, tokens, 0), mode="drop")
 
 
+def _run_if(condition, function, carried):
+    """`function(carried)` if `condition`, else `carried`: a loop of at most one round, which updates its buffers in place.
+
+    `lax.cond` would copy the KV pool before either branch.
+    """
+    return lax.fori_loop(0, condition.astype(jnp.int32), lambda _, carried: function(carried), carried)
+
+
 def chain(
     name: str,
     target: TargetModel,
@@ -121,7 +129,8 @@ def chain(
         candidates = jnp.concatenate([carry.bonus[:, None], proposal.tokens], axis=1)
 
         def forward_at(width: int):
-            def forward(kv_pages):
+            def forward(carried):
+                kv_pages, _ = carried
                 batch = verify_batch(
                     inputs.rows, seq_lens, candidates[:, :width], page_table, page_size=device.page_size
                 )
@@ -132,8 +141,13 @@ def chain(
             return forward
 
         longest = 1 + jnp.max(num_drafts)
-        branch = jnp.sum(longest > jnp.asarray(widths, jnp.int32), dtype=jnp.int32)
-        kv_pages, logits = lax.switch(branch, [forward_at(width) for width in widths], device.kv_pages)
+        chosen = jnp.sum(longest > jnp.asarray(widths, jnp.int32), dtype=jnp.int32)
+        carried = (device.kv_pages, jnp.zeros((real.shape[0], verify_width, target.facts.vocab_size), jnp.float32))
+        for i, width in enumerate(widths):
+            carried = (
+                _run_if(chosen == i, forward_at(width), carried) if len(widths) > 1 else forward_at(width)(carried)
+            )
+        kv_pages, logits = carried
         place = jnp.arange(verify_width, dtype=jnp.int32)
         reachable = place <= num_drafts[:, None]
         tokens, finite = sample(device.sampling, inputs.rows, logits, seq_lens[:, None] + 1 + place, reachable)

@@ -37,7 +37,7 @@ def markov_table() -> tuple[int, ...]:
 @functools.cache
 def markov(context_len: int = CONTEXT, eos_token_ids: tuple[int, ...] = ()):
     """M1: the next token is a function of the current one."""
-    return markov_target(markov_table(), context_len=context_len, eos_token_ids=eos_token_ids)
+    return markov_target(markov_table(), num_layers=1, context_len=context_len, eos_token_ids=eos_token_ids)
 
 
 def markov_continuation(token: int, length: int) -> list[int]:
