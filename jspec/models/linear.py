@@ -1,0 +1,32 @@
+"""One matrix product, stored and written the way XLA compiles best for a few tokens."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+_FEW_TOKENS = 32
+
+
+def project(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """`x @ weight.T`, accumulated in f32.
+
+    Args:
+      x: f32|bf16[T, I]  one row per token.
+      weight: f32|bf16[O, I]  one row per output: a decode step then reads every row once, front to back.
+    Returns:
+      f32[T, O]; the caller casts.
+    """
+    if 1 < x.shape[0] <= _FEW_TOKENS:
+        return lax.platform_dependent(x, weight, cpu=_weight_first, default=_tokens_first)
+    return _tokens_first(x, weight)
+
+
+def _tokens_first(x: jax.Array, weight: jax.Array) -> jax.Array:
+    return lax.dot_general(x, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+def _weight_first(x: jax.Array, weight: jax.Array) -> jax.Array:
+    # XLA:CPU repacks the right operand on every call. With the weight on the left that is the small x instead: 2x faster for 2 to 32 tokens.
+    # The barrier keeps the simplifier from folding the transpose back into `x @ weight.T`.
+    out = lax.dot_general(weight, x, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    return lax.optimization_barrier(out).T

@@ -1,0 +1,238 @@
+"""Llama-family targets (Llama, Mistral, Qwen2, Qwen3, SmolLM) over the paged KV pool, in flax linen."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from jspec.config import KERNEL_BACKENDS
+from jspec.models.linear import project
+from jspec.models.rope import RopeScaling, angles, inverse_frequencies, rotate
+from jspec.models.target import ForwardOutput, TargetFacts, TargetModel
+from jspec.pallas_kernels.paged_kv_write import init_kv_pages, paged_kv_write
+from jspec.pallas_kernels.prefill_attention import prefill_attention
+from jspec.pallas_kernels.verify_attention import verify_attention
+from jspec.state.batches import ForwardBatch
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LlamaConfig:
+    """Everything that shapes the forward of one model."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    context_len: int  # longest sequence the position encoding was made for, in tokens
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    tie_embeddings: bool = False  # the head is the embedding table
+    qkv_bias: bool = False  # Qwen2
+    qk_norm: bool = False  # Qwen3: RMSNorm of every query and key head
+    eos_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self):
+        sizes = (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_layers",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+            "context_len",
+        )
+        for name in sizes:
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim} must be even: rotary encoding turns pairs")
+
+    @property
+    def qkv_heads(self) -> int:
+        """Heads in the fused projection: queries, then keys, then values."""
+        return self.num_heads + 2 * self.num_kv_heads
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """x / rms(x) * weight over the last axis, computed in f32, returned in x's dtype."""
+    wide = x.astype(jnp.float32)
+    scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return (wide * scale * weight).astype(x.dtype)
+
+
+class LlamaLayer(nn.Module):
+    """One block: attention over the pages, then SwiGLU. Its vectors come stacked from the parent, so that a model has few leaves."""
+
+    config: LlamaConfig
+    dtype: Any
+    kernels: str
+    index: int
+
+    def setup(self):
+        c, init = self.config, nn.initializers.normal(0.02)
+        self.qkv = self.param("qkv", init, (c.qkv_heads * c.head_dim, c.hidden_size), self.dtype)
+        self.o = self.param("o", init, (c.hidden_size, c.num_heads * c.head_dim), self.dtype)
+        self.gate_up = self.param("gate_up", init, (2 * c.intermediate_size, c.hidden_size), self.dtype)
+        self.down = self.param("down", init, (c.hidden_size, c.intermediate_size), self.dtype)
+
+    def __call__(self, x, kv_pages, batch: ForwardBatch, cos, sin, norms, qkv_bias, qk_norms):
+        """x[T, H] -> (x[T, H], kv_pages)."""
+        eps = self.config.rms_norm_eps
+        mixed, kv_pages = self.attend(rms_norm(x, norms[0], eps), kv_pages, batch, cos, sin, qkv_bias, qk_norms)
+        x = x + project(mixed, self.o).astype(self.dtype)
+        gate, up = jnp.split(project(rms_norm(x, norms[1], eps), self.gate_up), 2, axis=-1)
+        x = x + project((nn.silu(gate) * up).astype(self.dtype), self.down).astype(self.dtype)
+        return x, kv_pages
+
+    def attend(self, x, kv_pages, batch: ForwardBatch, cos, sin, qkv_bias, qk_norms):
+        """x[T, H] -> (attention output[T, Hq * D], kv_pages with this layer's KV written)."""
+        c = self.config
+        heads = project(x, self.qkv)
+        if qkv_bias is not None:
+            heads = heads + qkv_bias
+        heads = heads.reshape(-1, c.qkv_heads, c.head_dim)
+        q, k, v = jnp.split(heads, [c.num_heads, c.num_heads + c.num_kv_heads], axis=1)
+        if qk_norms is not None:
+            q, k = rms_norm(q, qk_norms[0], c.rms_norm_eps), rms_norm(k, qk_norms[1], c.rms_norm_eps)
+        q, k, v = (part.astype(self.dtype) for part in (rotate(q, cos, sin), rotate(k, cos, sin), v))
+
+        kv_pages = paged_kv_write(kv_pages, k, v, batch.slots, layer=self.index, backend=self.kernels)
+        rows = (kv_pages, batch.page_table, batch.prefix_lens, batch.extend_lens)
+        scale = c.head_dim**-0.5
+        if batch.query_len is None:
+            out = prefill_attention(q, *rows, layer=self.index, scale=scale, backend=self.kernels)
+        else:
+            q, ancestors = q.reshape(-1, batch.query_len, c.num_heads, c.head_dim), batch.ancestors
+            out = verify_attention(q, *rows, ancestors=ancestors, layer=self.index, scale=scale, backend=self.kernels)
+        return out.reshape(-1, c.num_heads * c.head_dim), kv_pages
+
+
+class Llama(nn.Module):
+    """The whole model. Big matrices are one leaf a layer, since a slice of a stacked one is a copy on CPU; vectors are stacked."""
+
+    config: LlamaConfig
+    dtype: Any
+    kernels: str = "xla"
+
+    def setup(self):
+        c, none = self.config, [None] * self.config.num_layers
+        normal, ones, zeros = nn.initializers.normal(0.02), nn.initializers.ones, nn.initializers.zeros
+        self.embed = self.param("embed", normal, (c.vocab_size, c.hidden_size), self.dtype)
+        self.head = self.embed if c.tie_embeddings else self.param("head", normal, self.embed.shape, self.dtype)
+        self.layer = [LlamaLayer(c, self.dtype, self.kernels, i) for i in range(c.num_layers)]
+        self.norms = self.param("norms", ones, (c.num_layers, 2, c.hidden_size), jnp.float32)
+        self.final_norm = self.param("final_norm", ones, (c.hidden_size,), jnp.float32)
+        bias_shape, norm_shape = (c.num_layers, c.qkv_heads * c.head_dim), (c.num_layers, 2, c.head_dim)
+        self.qkv_bias = self.param("qkv_bias", zeros, bias_shape, jnp.float32) if c.qkv_bias else none
+        self.qk_norms = self.param("qk_norms", ones, norm_shape, jnp.float32) if c.qk_norm else none
+
+    def __call__(self, batch: ForwardBatch, kv_pages, capture_layers: tuple[int, ...] = ()) -> ForwardOutput:
+        """See `TargetModel.forward`."""
+        c = self.config
+        cos, sin = angles(batch.positions, inverse_frequencies(c.head_dim, c.rope_theta, c.rope_scaling))
+        x = jnp.take(self.embed, batch.input_ids, axis=0, mode="clip")
+        after = []
+        # Unrolled: a scan over layers would copy the weights and the pool on CPU.
+        for i, layer in enumerate(self.layer):
+            x, kv_pages = layer(x, kv_pages, batch, cos, sin, self.norms[i], self.qkv_bias[i], self.qk_norms[i])
+            after.append(x)
+        captured = [after[i] for i in capture_layers]
+        stacked = jnp.stack(captured, axis=1) if captured else jnp.zeros((x.shape[0], 0, c.hidden_size), x.dtype)
+        return ForwardOutput(rms_norm(x, self.final_norm, c.rms_norm_eps), stacked, kv_pages)
+
+    def declare(self) -> None:
+        """Declares every parameter: what `init` needs to run, in place of a forward."""
+        for layer in self.layer:
+            _ = layer.qkv  # linen sets a submodule up when it is first touched
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """See `TargetModel.logits`."""
+        flat = hidden.reshape(-1, self.config.hidden_size)
+        return project(flat.astype(self.dtype), self.head).reshape(*hidden.shape[:-1], self.config.vocab_size)
+
+
+def llama_target(
+    config: LlamaConfig, params: Mapping[str, Any], *, kernels: str = "xla", dtype=jnp.float32
+) -> TargetModel:
+    """A target model over `params`.
+
+    Args:
+      config: sizes and switches.
+      params: the linen tree of `Llama(config, dtype)`; `llama_weights.fuse` makes one from a checkpoint.
+      kernels: which implementation the kernels run: "xla", "pallas" or "pallas_interpret".
+      dtype: of weights, activations and the KV pool: f32 or bf16. Products accumulate in f32, norms and logits are f32.
+    Raises:
+      ValueError: `kernels` is unknown, or a leaf is missing, unknown or of another shape.
+    """
+    if kernels not in KERNEL_BACKENDS:
+        raise ValueError(f"{kernels=} is unknown: choose one of {KERNEL_BACKENDS}")
+    dtype = jnp.dtype(dtype)
+    check_params(params, param_shapes(config, dtype))
+    return TargetModel(_facts(config, dtype), params, *_functions(config, kernels, dtype))
+
+
+@functools.lru_cache(maxsize=32)
+def _functions(config: LlamaConfig, kernels: str, dtype: Any) -> tuple[Callable[..., Any], ...]:
+    """(init_kv, forward, logits). The same objects for the same arguments, so that models of one shape share their compiled programs."""
+    apply: Callable[..., Any] = Llama(config, dtype, kernels).apply
+
+    def init_kv(num_pages: int, page_size: int):
+        return init_kv_pages(config.num_layers, num_pages, page_size, config.num_kv_heads, config.head_dim, dtype)
+
+    def forward(params, batch: ForwardBatch, kv_pages, *, capture_layers: tuple[int, ...] = ()) -> ForwardOutput:
+        for i in capture_layers:
+            if not 0 <= i < config.num_layers:
+                raise ValueError(
+                    f"{capture_layers=} must lie in 0..{config.num_layers - 1}: the model has {config.num_layers} layers"
+                )
+        return apply({"params": params}, batch, kv_pages, tuple(capture_layers))
+
+    def logits(params, hidden: jax.Array) -> jax.Array:
+        return apply({"params": params}, hidden, method="logits")
+
+    return init_kv, forward, logits
+
+
+def _facts(config: LlamaConfig, dtype: Any) -> TargetFacts:
+    return TargetFacts(
+        vocab_size=config.vocab_size,
+        context_len=config.context_len,
+        hidden_size=config.hidden_size,
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        eos_token_ids=config.eos_token_ids,
+        kv_bytes_per_token=2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize,
+    )
+
+
+def param_shapes(config: LlamaConfig, dtype=jnp.float32) -> Any:
+    """The parameter tree of `Llama(config, dtype)` as shapes and dtypes; allocates nothing."""
+    init = functools.partial(Llama(config, jnp.dtype(dtype)).init, method="declare")
+    return jax.eval_shape(init, jax.random.key(0))["params"]
+
+
+def check_params(params: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    """Raise ValueError for the first leaf of `params` that is missing, unknown or shaped other than `expected` says."""
+    found = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+    wanted = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(expected)}
+    for name in sorted(set(found) ^ set(wanted)):
+        what = "is not a parameter of this config" if name in found else "is missing"
+        raise ValueError(f"params{name} {what}: build params with llama_weights.fuse and the same config")
+    for name, leaf in wanted.items():
+        have = found[name]
+        if have.shape != leaf.shape or have.dtype != leaf.dtype:
+            raise ValueError(
+                f"params{name} is {have.dtype}{list(have.shape)}; this config and dtype want {leaf.dtype}{list(leaf.shape)}"
+            )
