@@ -1,0 +1,161 @@
+"""What a user may set: every rule, with the field and the value in the message, and the values at its edge."""
+
+import dataclasses
+import re
+
+import numpy as np
+import pytest
+
+from jspec.config import KERNEL_BACKENDS, MAX_PAGE_SIZE, EngineConfig, SamplingParams
+
+INF, NAN = float("inf"), float("nan")
+
+BAD_SAMPLING = [
+    ("max_new_tokens", ValueError, [0, -1]),
+    ("max_new_tokens", TypeError, [1.0, "8", None, True, [8]]),
+    ("temperature", ValueError, [-0.1, -1, INF, -INF, NAN]),
+    ("temperature", TypeError, ["0.5", None, True, 1j]),
+    ("top_k", ValueError, [-1, 2**31]),
+    ("top_k", TypeError, [1.5, "3", None, False]),
+    ("top_p", ValueError, [0, 0.0, -0.5, 1.0001, INF, NAN]),
+    ("top_p", TypeError, ["1", None, True]),
+    ("min_p", ValueError, [-0.01, 1.01, NAN, INF]),
+    ("min_p", TypeError, ["0", None, False]),
+    ("seed", ValueError, [-1, 2**32]),
+    ("seed", TypeError, [1.0, "7", True]),
+    ("stop_token_ids", TypeError, [3, "3", "", (1.5,), ("2",), (True,), (None,), None, 2.5]),
+    ("stop_token_ids", ValueError, [(-1,), (3, -7)]),
+    ("ignore_eos", TypeError, [1, 0, "yes", None]),
+]
+GOOD_SAMPLING = [
+    ("max_new_tokens", [1, 10**9, np.int32(5)]),
+    ("temperature", [0, 0.0, 1e-6, 5, np.float32(0.5)]),
+    ("top_k", [0, 1, 2**31 - 1, np.int64(3)]),
+    ("top_p", [1, 1.0, 1e-9, np.float32(0.5)]),
+    ("min_p", [0, 0.0, 1, 1.0]),
+    ("seed", [None, 0, 2**32 - 1, np.uint32(7)]),
+    ("stop_token_ids", [(), [], [0], (5, 5), range(3), np.array([4, 2])]),
+    ("ignore_eos", [True, False]),
+]
+BAD_ENGINE = [
+    ("model", TypeError, [None, 3, b"m"]),
+    ("algorithm", TypeError, [None, 3]),
+    ("num_draft_tokens", ValueError, [0, -1, 33]),
+    ("num_draft_tokens", TypeError, [4.0, "4", None, True]),
+    ("page_size", ValueError, [0, -16, 257]),
+    ("page_size", TypeError, [16.0, "16", None, True]),
+    ("max_running", ValueError, [0, -1, 4097]),
+    ("max_running", TypeError, [8.0, None, True]),
+    ("context_len", ValueError, [1, 0, -5]),
+    ("context_len", TypeError, [2048.0, "2048", True]),
+    ("kv_tokens", ValueError, [0, -1]),
+    ("kv_tokens", TypeError, [1e6, "1000", True]),
+    ("kv_memory_bytes", ValueError, [0, -1]),
+    ("kv_memory_bytes", TypeError, [1e9, "1G", False]),
+    ("max_prefill_tokens", ValueError, [0, -1]),
+    ("max_prefill_tokens", TypeError, [1.5, "2", True]),
+    ("batch_buckets", ValueError, [(), (0, 8), (-1, 8), (4, 2, 8), (8, 8), (1, 2), (1, 16)]),
+    ("batch_buckets", TypeError, [(1.0, 8), ("8",), (True, 8), 8, "8"]),
+    ("prefill_buckets", ValueError, [(), (0, 64), (128, 64), (64, 64)]),
+    ("prefill_buckets", TypeError, [(64.0,), ("64",), (True,), 64, "64"]),
+    ("overlap", TypeError, [1, 0, None, "on"]),
+    ("kernels", ValueError, ["cuda", "", "XLA"]),
+    ("seed", ValueError, [-1, 2**32]),
+    ("seed", TypeError, [None, 0.0, "0", False]),
+    ("checked", TypeError, [1, None]),
+    ("compilation_cache", TypeError, [1, None]),
+]
+GOOD_ENGINE = [
+    ("model", ["", "a/b.gguf"]),
+    ("algorithm", ["plain", "one that the list of workers may not know"]),
+    ("num_draft_tokens", [1, 32, np.int32(4)]),
+    ("page_size", [1, MAX_PAGE_SIZE]),
+    ("max_running", [1, 4096]),
+    ("context_len", [None, 2, 10**6]),
+    ("kv_tokens", [None, 1]),
+    ("kv_memory_bytes", [None, 1, 2**40]),
+    ("max_prefill_tokens", [None, 1]),
+    ("batch_buckets", [None, (8,), (1, 2, 8), [3, 8]]),
+    ("prefill_buckets", [None, (64,), (16, 100), [16, 100]]),
+    ("overlap", [True, False]),
+    ("kernels", KERNEL_BACKENDS),
+    ("seed", [0, 2**32 - 1]),
+    ("checked", [True, False]),
+    ("compilation_cache", [True, False]),
+]
+
+
+def flat(table):
+    return [(*row[:-1], value) for row in table for value in row[-1]]
+
+
+def shown(value):
+    """How a message may write a value: a sequence whole, or the entry that is wrong."""
+    whole = [str(value), repr(value)]
+    if isinstance(value, (tuple, list, str)):
+        whole += [text for entry in value for text in (str(entry), repr(entry))]
+    return whole
+
+
+def refuses(kind, field, error, value):
+    with pytest.raises(error) as caught:
+        kind(**{field: value})
+    message = str(caught.value)
+    assert type(caught.value) is error
+    assert re.search(rf"\b{field}=", message), message
+    assert any(f"{field}={text}" in message for text in shown(value)), message
+
+
+@pytest.mark.parametrize(("field", "error", "value"), flat(BAD_SAMPLING))
+def test_bad_sampling(field, error, value):
+    refuses(SamplingParams, field, error, value)
+
+
+@pytest.mark.parametrize(("field", "error", "value"), flat(BAD_ENGINE))
+def test_bad_engine(field, error, value):
+    refuses(EngineConfig, field, error, value)
+
+
+@pytest.mark.parametrize(("field", "value"), flat(GOOD_SAMPLING))
+def test_good_sampling(field, value):
+    got = getattr(SamplingParams(**{field: value}), field)
+    assert got == (tuple(value) if field == "stop_token_ids" else value)
+    assert not isinstance(got, list)
+
+
+@pytest.mark.parametrize(("field", "value"), flat(GOOD_ENGINE))
+def test_good_engine(field, value):
+    got = getattr(EngineConfig(**{field: value}), field)
+    assert got == (tuple(value) if isinstance(value, list) else value)
+
+
+def test_two_sizes_of_the_pool_are_one_too_many():
+    with pytest.raises(ValueError, match="kv_tokens=64 and kv_memory_bytes=1000 both size the KV pool"):
+        EngineConfig(kv_tokens=64, kv_memory_bytes=1000)
+
+
+def test_batch_buckets_end_with_max_running():
+    assert EngineConfig(max_running=6, batch_buckets=(2, 6)).batch_buckets == (2, 6)
+    with pytest.raises(ValueError, match=r"batch_buckets=\(2, 8\) must end with max_running=6"):
+        EngineConfig(max_running=6, batch_buckets=(2, 8))
+
+
+@pytest.mark.parametrize("kind", [SamplingParams, EngineConfig])
+def test_configurations(kind):
+    """The defaults are valid; a value can be hashed, cannot be changed, and is checked anew when replaced."""
+    value = kind()
+    assert value == kind() and hash(value) == hash(kind())
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        value.seed = 3
+    with pytest.raises(ValueError, match="seed=-1"):
+        dataclasses.replace(value, seed=-1)
+    with pytest.raises(TypeError):
+        kind(3)
+    with pytest.raises(TypeError):
+        kind(no_such_field=1)
+
+
+def test_every_field_has_a_bad_and_a_good_value():
+    for kind, bad, good in ((SamplingParams, BAD_SAMPLING, GOOD_SAMPLING), (EngineConfig, BAD_ENGINE, GOOD_ENGINE)):
+        fields = {field.name for field in dataclasses.fields(kind)}
+        assert {row[0] for row in bad} == {row[0] for row in good} == fields
