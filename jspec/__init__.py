@@ -1,7 +1,21 @@
 """Speculative decoding for TPUs in JAX: immutable scheduler state, pure transitions, one verify ahead of the host."""
 
-from jspec.config import EngineConfig, SamplingParams
-from jspec.engine import Emission, Engine, RequestOutput
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jspec.config import EngineConfig, SamplingParams
+    from jspec.engine import Emission, Engine, RequestOutput
 
 __version__ = "0.1.0"
 __all__ = ["Emission", "Engine", "EngineConfig", "RequestOutput", "SamplingParams"]
+
+
+def __getattr__(name: str):
+    """Loads the engine when it is asked for: whoever imports one transition does not wait for models and kernels."""
+    if name in ("EngineConfig", "SamplingParams"):
+        from jspec import config as module
+    elif name in ("Emission", "Engine", "RequestOutput"):
+        from jspec import engine as module
+    else:
+        raise AttributeError(f"module 'jspec' has no attribute {name!r}")
+    return getattr(module, name)

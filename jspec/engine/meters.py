@@ -35,9 +35,8 @@ class Meters:
 
     def reset(self) -> None:
         """Starts all counts anew."""
-        self.requests = self.tokens = self.prefill_tokens = self.verifies = self.iterations = self.launches = (
-            self.ahead
-        ) = 0
+        self.requests = self.tokens = self.prefill_tokens = self.verifies = 0
+        self.iterations = self.launches = self.ahead = self.compiles = 0
         self._host_s, self._step_s = deque(maxlen=_KEPT), deque(maxlen=_KEPT)
         self._exposed_s = 0.0
         self._first = self._last = self._last_decode = None

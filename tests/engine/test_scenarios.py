@@ -1,5 +1,6 @@
 """Failures that users of other engines reported, as black-box scenarios. Ids (B01, ...) name the kind of fault."""
 
+import functools
 import itertools
 
 import numpy as np
@@ -45,10 +46,15 @@ def test_b01_relay_rows_survive_many_prefills(algorithm, at_once):
     """B01 (sglang-jax pull request 1504): long prompts among short ones, several prefill batches before a first decode."""
     prompts = prompts_of(6, seed=1, shortest=80, longest=100) + prompts_of(18, seed=2, longest=12)
     params = [greedy(int(n)) for n in np.random.default_rng(3).integers(2, 14, len(prompts))]
-    engine = build(transformer(), algorithm, max_running=8)
+    engine = engine_for_b01(algorithm)
     outputs = run_staggered(engine, prompts, params, every=1, at_once=at_once)
     assert [o.token_ids for o in outputs] == solo_b01()
     assert_idle(engine)
+
+
+@functools.cache
+def engine_for_b01(algorithm):
+    return build(transformer(), algorithm, max_running=8)
 
 
 def solo_b01(cache=[]):  # noqa: B006

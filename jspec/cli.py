@@ -1,0 +1,239 @@
+"""The `jspec` command. JAX and everything built on it is imported inside the commands, so that `--help` is quick."""
+
+import contextlib
+import json
+from collections.abc import Iterable, Iterator
+from importlib.metadata import version
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from jspec.config import EngineConfig, SamplingParams
+
+app = typer.Typer(
+    help="Speculative decoding for TPUs in JAX.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+)
+bench = typer.Typer(help="Measure the engine.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+
+Model = Annotated[str, typer.Option(help='A GGUF file, a Hugging Face directory, or "smollm2".')]
+Algorithm = Annotated[str, typer.Option(help='"ngram" (prompt lookup) or "plain" (no speculation).')]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard output and nothing else there.")]
+PageSize = Annotated[int, typer.Option(help="Tokens a KV page holds.")]
+DraftTokens = Annotated[int, typer.Option(help="Verify width: the pending token and the drafts.")]
+MaxNewTokens = Annotated[int, typer.Option(help="Most tokens a prompt may get.")]
+
+
+def _error(message: object) -> None:
+    typer.echo("error: " + " ".join(str(message).split()), err=True)
+
+
+def _refuse_usage(message: object) -> NoReturn:
+    _error(message)
+    raise typer.Exit(2)
+
+
+@contextlib.contextmanager
+def _usage_errors() -> Iterator[None]:
+    """What the user got wrong becomes one line and exit code 2."""
+    try:
+        yield
+    except OSError as error:
+        _refuse_usage(f"{error.filename}: {error.strerror}" if error.filename else error)
+    except (TypeError, ValueError) as error:
+        _refuse_usage(error)
+
+
+def _progress(jobs: Iterable, *, total: int) -> Iterable:
+    """A bar on standard error while programs are compiled; nothing where that is not a terminal."""
+    from rich.console import Console
+    from rich.progress import track
+
+    console = Console(stderr=True)
+    hidden = not console.is_terminal
+    return track(jobs, "Compiling", total=total, console=console, transient=True, disable=hidden)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"jspec {version('jspec')}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def generate(
+    model: Model = "smollm2",
+    algorithm: Algorithm = "ngram",
+    prompt: Annotated[list[str] | None, typer.Option(help="A prompt; may be given several times.")] = None,
+    prompt_file: Annotated[
+        str | None,
+        typer.Option(help='One prompt a line, or JSONL with the key "prompt"; "-" reads standard input.'),
+    ] = None,
+    max_new_tokens: MaxNewTokens = 128,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Keep the k most likely tokens; 0 keeps all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Keep the most likely tokens up to this probability.")] = 1.0,
+    min_p: Annotated[float, typer.Option(help="Keep tokens at least this likely, relative to the best.")] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="Fixes every request's tokens, whatever runs beside it.")] = None,
+    stop_token_id: Annotated[list[int] | None, typer.Option(help="A token that ends a request; repeatable.")] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Decode to --max-new-tokens.")] = False,
+    num_draft_tokens: DraftTokens = EngineConfig.num_draft_tokens,
+    context_len: Annotated[int | None, typer.Option(help="Longest prompt + output; by default what is needed.")] = None,
+    page_size: PageSize = EngineConfig.page_size,
+    max_running: Annotated[int, typer.Option(help="Requests decoded at the same time.")] = EngineConfig.max_running,
+    kv_tokens: Annotated[int | None, typer.Option(help="Size of the KV pool in tokens.")] = None,
+    overlap: Annotated[bool, typer.Option(help="Launch a step before the last is settled.")] = True,
+    kernels: Annotated[str, typer.Option(help='"xla", "pallas" (TPU) or "pallas_interpret".')] = EngineConfig.kernels,
+    checked: Annotated[bool, typer.Option("--checked", help="Check every invariant after every transition.")] = False,
+    stream: Annotated[bool, typer.Option("--stream", help="Print text as it comes (without --json).")] = False,
+    chat: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat/--raw",
+            help="As a user's message, or as it is. By default as the model was made.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Decode prompts.
+
+    Exit code: 0; 1 if a request was refused or failed; 2 if an option or a file is wrong.
+    """
+    from jspec.cli_generate import Generation
+
+    with _usage_errors():
+        params = SamplingParams(
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            seed=seed,
+            stop_token_ids=tuple(stop_token_id or ()),
+            ignore_eos=ignore_eos,
+        )
+        config = EngineConfig(
+            model=model,
+            algorithm=algorithm,
+            num_draft_tokens=num_draft_tokens,
+            page_size=page_size,
+            max_running=max_running,
+            context_len=context_len,
+            kv_tokens=kv_tokens,
+            overlap=overlap,
+            kernels=kernels,
+            checked=checked,
+        )
+        generation = Generation(
+            prompt or [], prompt_file, chat=chat, config=config, params=params, progress=_progress, error=_error
+        )
+    raise typer.Exit(0 if generation.run(stream=stream, as_json=as_json) else 1)
+
+
+def _show(as_json: bool, record: dict[str, Any], tables: Any) -> None:
+    """One of the two on standard output."""
+    from jspec.bench.tables import console
+
+    if as_json:
+        typer.echo(json.dumps(record))
+    else:
+        console().print(tables)
+
+
+@bench.command("host")
+def bench_host(
+    rows: Annotated[list[int] | None, typer.Option(help="Running rows; repeatable. By default 16, 64 and 256.")] = None,
+    context_len: Annotated[int, typer.Option(help="Longest prompt + output.")] = 8192,
+    page_size: PageSize = 64,
+    iterations: Annotated[int, typer.Option(help="Iterations to time.")] = 300,
+    as_json: Json = False,
+) -> None:
+    """Host time of an iteration, over a device step that does almost nothing; and what crosses to the device and back."""
+    from jspec.bench.host import host_json, measure_host
+    from jspec.bench.tables import host_tables
+
+    with _usage_errors():
+        costs = [
+            measure_host(count, context_len=context_len, page_size=page_size, iterations=iterations, progress=_progress)
+            for count in rows or (16, 64, 256)
+        ]
+    _show(as_json, host_json(costs), host_tables(costs))
+
+
+@bench.command("decode")
+def bench_decode(
+    model: Model = "smollm2",
+    algorithms: Annotated[str, typer.Option(help="Comma-separated; plain always runs.")] = "plain,ngram",
+    prompts: Annotated[list[str] | None, typer.Option(help="bundled, mt-bench, humaneval or all; repeatable.")] = None,
+    num_prompts: Annotated[int | None, typer.Option(help="First prompts of each set; all by default.")] = None,
+    max_new_tokens: MaxNewTokens = 128,
+    batch: Annotated[int, typer.Option(help="Prompts decoded at the same time.")] = 1,
+    page_size: PageSize = EngineConfig.page_size,
+    num_draft_tokens: DraftTokens = EngineConfig.num_draft_tokens,
+    repeat: Annotated[int, typer.Option(help="Times each prompt is decoded.")] = 1,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Decode to --max-new-tokens.")] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Prompts as they are, not as a user's message.")] = False,
+    bare: Annotated[bool, typer.Option(help="Run the bare JAX loop too (at --batch 1).")] = True,
+    curve: Annotated[bool, typer.Option(help="Measure the cost of a verify by its width.")] = True,
+    as_json: Json = False,
+) -> None:
+    """Decoding speed with and without speculation, and whether the text is the same.
+
+    Exit code: 1 if a text differs by more than a near tie.
+    """
+    from jspec.bench.decode import DecodeJob, prepare, run_decode
+    from jspec.bench.decode_report import decode_json
+    from jspec.bench.tables import decode_tables
+
+    with _usage_errors():
+        job = DecodeJob(
+            prompt_sets=tuple(prompts or ["bundled"]),
+            num_prompts=num_prompts,
+            algorithms=tuple(name.strip() for name in algorithms.split(",")),
+            params=SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=ignore_eos),
+            config=EngineConfig(model=model, page_size=page_size, max_running=batch, num_draft_tokens=num_draft_tokens),
+            chat=False if raw else None,
+            repeat=repeat,
+            bare=bare,
+            curve=curve,
+        )
+        result = run_decode(prepare(job), progress=_progress)
+    _show(as_json, decode_json(result), decode_tables(result))
+    raise typer.Exit(0 if result.lossless else 1)
+
+
+@app.command()
+def demo(
+    model: Model = "smollm2",
+    algorithm: Algorithm = "ngram",
+    num_prompts: Annotated[int | None, typer.Option(help="First prompts of the bundled ones; all by default.")] = None,
+    max_new_tokens: MaxNewTokens = 96,
+) -> None:
+    """Decode the bundled prompts with and without speculation: the text as it comes, then both in figures."""
+    from jspec.bench.demo import run_demo
+
+    with _usage_errors():
+        lossless = run_demo(model, algorithm, num_prompts, max_new_tokens, progress=_progress)
+    raise typer.Exit(0 if lossless else 1)
+
+
+def main() -> None:
+    """The entry point."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,300 @@
+"""The `jspec` command: what it prints, where, and with which exit code."""
+
+import json
+
+import pytest
+from tiny_checkpoint import CONTEXT_LEN, VOCAB_SIZE, write_checkpoint
+from typer.testing import CliRunner
+
+from jspec.cli import app
+from jspec.cli_generate import SUMMARY_KEYS, InTurn
+
+REQUEST_KEYS = {"rid", "prompt_token_ids", "token_ids", "text", "finish_reason", "accept_lens", "algorithm"}
+
+
+TWO_PROMPTS = ("--prompt", "abcabc", "--prompt", "xyz")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    return {
+        "chat": str(write_checkpoint(root / "chat")),
+        "raw": str(write_checkpoint(root / "raw", chat=False)),
+        "mute": str(write_checkpoint(root / "mute", tokenizer=False)),
+    }
+
+
+@pytest.fixture(scope="module")
+def both(models):
+    """Two prompts, decoded greedily, as JSON."""
+    return generate(models["chat"], *TWO_PROMPTS, "--json")
+
+
+def run(*args):
+    return CliRunner().invoke(app, [str(arg) for arg in args])
+
+
+def generate(model, *args, context_len=64):
+    """One context length for most tests: they share compiled programs."""
+    context = ["--context-len", context_len] if context_len else []
+    return run("generate", "--model", model, "--max-new-tokens", 6, "--ignore-eos", *context, *args)
+
+
+def records(result):
+    """Every line of standard output is an object; the last is the summary."""
+    lines = [json.loads(line) for line in result.stdout.splitlines()]
+    assert set(lines[-1]) == {"summary"}
+    return lines[:-1], lines[-1]["summary"]
+
+
+def assert_usage_error(result, *pieces):
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: ")
+    for piece in pieces:
+        assert str(piece) in line
+
+
+# --- output -------------------------------------------------------------------------------------------------------------
+
+
+def test_json_is_one_object_a_request_and_a_summary(both):
+    assert both.exit_code == 0, both.output
+    (first, second), summary = records(both)
+    for record, rid, length in ((first, "r1", 7), (second, "r2", 4)):  # bytes, then the assistant's mark
+        assert set(record) == REQUEST_KEYS
+        assert record["rid"] == rid and record["algorithm"] == "ngram" and record["finish_reason"] == "length"
+        assert len(record["prompt_token_ids"]) == length and record["prompt_token_ids"][-1] == VOCAB_SIZE - 1
+        assert len(record["token_ids"]) == 6 == 1 + sum(record["accept_lens"])
+        assert isinstance(record["text"], str)
+    assert tuple(summary) == SUMMARY_KEYS
+    assert summary["tokens"] == 12 and summary["compiles_after_warmup"] == 0
+    assert summary["verifies"] == len(first["accept_lens"]) + len(second["accept_lens"])
+    assert summary["accept_length"] == pytest.approx(10 / summary["verifies"])
+
+
+@pytest.mark.parametrize("options", [["--algorithm", "plain"], ["--no-overlap"], ["--checked"]])
+def test_how_it_is_decoded_leaves_the_tokens_alone(models, both, options):
+    expected, _ = records(both)
+    found, _ = records(generate(models["chat"], *TWO_PROMPTS, "--json", *options))
+    assert [r["token_ids"] for r in found] == [r["token_ids"] for r in expected]
+
+
+def test_a_seed_fixes_the_tokens_whoever_runs_beside(models):
+    drawn = {}
+    for seed, prompts in ((5, ["abcabc", "zz"]), (5, ["q", "abcabc"]), (6, ["abcabc", "q"])):
+        args = [piece for prompt in prompts for piece in ("--prompt", prompt)]
+        found, _ = records(generate(models["chat"], *args, "--json", "--temperature", 1, "--seed", seed))
+        drawn.setdefault(seed, []).append(found[prompts.index("abcabc")]["token_ids"])
+    assert drawn[5][0] == drawn[5][1] != drawn[6][0]
+
+
+def test_raw_encodes_the_prompt_as_it_is(models, both):
+    raw, _ = records(generate(models["chat"], *TWO_PROMPTS, "--json", "--raw"))
+    for chat_record, raw_record in zip(records(both)[0], raw, strict=True):
+        assert chat_record["prompt_token_ids"] == [*raw_record["prompt_token_ids"], VOCAB_SIZE - 1]
+
+
+@pytest.mark.parametrize("options", [["--stream"], []])
+def test_each_text_is_printed_under_its_heading(models, both, options):
+    (first, second), _ = records(both)
+    result = generate(models["chat"], *TWO_PROMPTS, *options)
+    assert result.exit_code == 0
+    assert result.stdout == f"--- r1: abcabc\n{first['text']}\n--- r2: xyz\n{second['text']}\n"
+    assert "accept length" in result.stderr
+
+
+def test_one_prompt_is_printed_without_heading_in_the_smallest_context(models, both):
+    result = generate(models["chat"], "--prompt", "abcabc", context_len=None)
+    assert result.stdout == records(both)[0][0]["text"] + "\n"
+
+
+def test_texts_in_turn(capsys):
+    out = InTurn({"a": None, "b": None})
+    out.write("b", "2")
+    out.write("a", "1")
+    assert capsys.readouterr().out == "1"
+    out.close("b")
+    out.write("a", "1")
+    assert capsys.readouterr().out == "1"
+    out.close("a")
+    assert capsys.readouterr().out == "\n2\n"
+
+
+def test_version_and_help():
+    assert run("--version").stdout.startswith("jspec ")
+    for command in ((), ("generate",), ("bench", "host"), ("bench", "decode"), ("demo",)):
+        assert run(*command, "--help").exit_code == 0
+
+
+# --- prompts --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_refused_prompt_lets_the_others_run(models, tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_text(f"abc\n\n{'x' * 64}\nxyz\n")
+    result = generate(models["chat"], "--prompt-file", file, "--json")
+    assert result.exit_code == 1
+    found, summary = records(result)
+    assert [r["finish_reason"] for r in found] == ["length", "refused", "refused", "length"]
+    assert [r["rid"] for r in found] == ["r1", "r2", "r3", "r4"]
+    assert f"{file}:2: prompt is empty" in found[1]["error"]
+    assert f"{file}:3: prompt has 65 tokens, but context_len=64" in found[2]["error"]
+    for record in found[1:3]:
+        assert set(record) == REQUEST_KEYS | {"error"}
+        assert record["token_ids"] == [] and record["accept_lens"] == []
+    assert [line.split(":")[0] for line in result.stderr.splitlines()] == ["error", "error"]
+    assert summary["tokens"] == 12
+
+
+def test_nothing_but_refusals(models):
+    result = generate(models["raw"], "--prompt", "", "--prompt", "x" * CONTEXT_LEN, "--json", context_len=None)
+    assert result.exit_code == 1
+    found, summary = records(result)
+    assert [r["finish_reason"] for r in found] == ["refused", "refused"] and summary["tokens"] == 0
+    first, second = result.stderr.splitlines()
+    assert first == "error: r1: prompt is empty: a request needs at least one token"
+    assert second.startswith(f"error: r2: prompt has {CONTEXT_LEN} tokens, but context_len={CONTEXT_LEN} must hold it")
+
+
+def test_the_engine_refuses_what_its_limits_do_not_hold(models):
+    args = [
+        "--prompt",
+        "abc",
+        "--prompt",
+        "a" * 70,
+        "--prompt",
+        "a" * 50,
+        "--kv-tokens",
+        64,
+        "--page-size",
+        16,
+        "--json",
+    ]
+    found, _ = records(generate(models["chat"], *args))
+    assert [r["finish_reason"] for r in found] == ["length", "refused", "refused"]
+    assert "context_len=64" in found[1]["error"] and "needs 80 KV tokens" in found[2]["error"]
+
+
+def test_a_stop_token_outside_the_vocabulary_is_refused(models):
+    result = generate(models["chat"], *TWO_PROMPTS, "--stop-token-id", VOCAB_SIZE)
+    assert result.exit_code == 1
+    assert result.stderr.count(f"stop_token_ids holds {VOCAB_SIZE}") == 2
+
+
+@pytest.mark.parametrize("name", ["prompts.jsonl", "prompts"])
+def test_jsonl_prompts(models, tmp_path, name):
+    file = tmp_path / name
+    file.write_text('{"prompt": "abc", "id": 7}\n{"prompt": "line\\nbreak"}\n')
+    found, _ = records(generate(models["raw"], "--prompt-file", file, "--json"))
+    assert [len(r["prompt_token_ids"]) for r in found] == [3, 10]
+
+
+# --- bad usage --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "pieces"),
+    [
+        (["--temperature", "-1"], ["temperature=-1.0", "at least 0"]),
+        (["--temperature", "nan"], ["temperature=nan", "finite"]),
+        (["--top-k", "-2"], ["top_k=-2", "0 keeps every token"]),
+        (["--top-p", "0"], ["top_p=0.0", "(0, 1]"]),
+        (["--min-p", "1.5"], ["min_p=1.5", "[0, 1]"]),
+        (["--seed", "-1"], ["seed=-1"]),
+        (["--max-new-tokens", "0"], ["max_new_tokens=0", "at least 1"]),
+        (["--stop-token-id", "-3"], ["stop_token_ids=-3"]),
+        (["--page-size", "0"], ["page_size=0", "[1, 256]"]),
+        (["--max-running", "0"], ["max_running=0", "[1, 4096]"]),
+        (["--kv-tokens", "1"], ["kv_tokens=1"]),
+        (["--context-len", "513"], ["context_len=513", "512"]),
+        (["--context-len", "1"], ["context_len=1", "at least 2"]),
+        (["--num-draft-tokens", "1"], ["num_draft_tokens=1", "at least 2"]),
+        (["--kernels", "cuda"], ["kernels='cuda'", "xla"]),
+        (["--algorithm", "eagle9"], ["algorithm='eagle9'", "ngram"]),
+        (["--model", "no/such/model"], ["no/such/model"]),
+        (["--prompt-file", "no/such/file"], ["no/such/file"]),
+    ],
+)
+def test_a_bad_option_is_one_line(models, options, pieces):
+    assert_usage_error(run("generate", "--model", models["raw"], "--prompt", "abc", *options), *pieces)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "pieces"),
+    [
+        ("p.jsonl", '{"prompt": "abc"}\n{"prompt": \n', [":2", "not valid JSON"]),
+        ("p.jsonl", '{"prompt": "abc"}\n{"text": "abc"}\n', [":2", '"prompt"']),
+        ("p.jsonl", '{"prompt": 3}\n', [":1", '"prompt"']),
+        ("p.txt", "", ["no prompt"]),
+    ],
+)
+def test_a_bad_prompt_file_is_one_line(models, tmp_path, name, content, pieces):
+    file = tmp_path / name
+    file.write_text(content)
+    assert_usage_error(generate(models["raw"], "--prompt-file", file), file, *pieces)
+
+
+def test_prompts_that_nobody_can_read(models, tmp_path):
+    (tmp_path / "latin").write_bytes(b"caf\xe9\n")
+    assert_usage_error(generate(models["raw"], "--prompt-file", tmp_path / "latin"), "not UTF-8")
+    assert_usage_error(generate(models["raw"]), "--prompt")
+    assert_usage_error(generate(models["mute"], "--prompt", "abc"), "no tokenizer")
+    assert_usage_error(generate(models["raw"], "--prompt", "abc", "--chat"), "no chat template")
+
+
+# --- bench ------------------------------------------------------------------------------------------------------------------
+
+
+def test_bench_host_json():
+    result = run("bench", "host", "--rows", 2, "--context-len", 1024, "--iterations", 10, "--json")
+    assert result.exit_code == 0, result.output
+    (cost,) = json.loads(result.stdout)["rows"]
+    assert cost["rows"] == 2 and cost["context_len"] == 1024 and cost["short_context_len"] == 256
+    assert set(cost["host_ms"]) == {"median", "p10", "p90"}
+    assert {"plan_ms", "dispatch_ms", "settle_ms", "cpu_ms", "goal_ms", "traffic", "traffic_short_context"} <= set(cost)
+
+
+def test_bench_host_refuses_what_does_not_fit():
+    args = ["bench", "host", "--rows", 2, "--context-len", 1024, "--iterations", 1000]
+    assert_usage_error(run(*args), "iterations=", "context_len=1024")
+
+
+def test_bench_decode_compares_with_plain(models):
+    args = ["bench", "decode", "--model", models["chat"], "--num-prompts", 1, "--max-new-tokens", 8, "--no-curve"]
+    result = run(*args, "--ignore-eos", "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert [c["algorithm"] for c in found["contenders"]] == ["bare loop", "plain", "ngram"]
+    for contender in found["contenders"]:
+        assert contender["tokens"] == 7 and contender["identical"] == contender["outputs"] == 1
+        assert contender["compiles_after_warmup"] == 0
+    bare, plain, ngram = found["contenders"]
+    assert (bare["k"], plain["k"], ngram["k"]) == (0, 0, 7)
+    assert plain["accept_length"] == 1.0 and plain["speedup"] == 1.0
+    assert found["lossless"] and found["verify_costs"] == []
+    assert "bundled (1)" in found["prompts"][0] and "chat template" in found["prompts"][0]
+
+
+@pytest.mark.parametrize(
+    ("options", "pieces"),
+    [
+        (["--prompts", "gsm8k"], ["prompts='gsm8k'", "mt-bench"]),
+        (["--repeat", "0"], ["repeat=0"]),
+        (["--num-prompts", "0"], ["num_prompts=0"]),
+        (["--batch", "0"], ["max_running=0"]),
+        (["--algorithms", "plain,eagle9"], ["algorithms: 'eagle9'", "ngram"]),
+    ],
+)
+def test_bench_decode_bad_options(models, options, pieces):
+    assert_usage_error(run("bench", "decode", "--model", models["chat"], *options), *pieces)
+
+
+def test_demo(models):
+    result = run("demo", "--model", models["chat"], "--num-prompts", 1, "--max-new-tokens", 8)
+    assert result.exit_code == 0, result.output
+    assert "identical output: yes" in result.stdout
+    for figure in ("tokens/s", "accept length", "verifies", "exposed host time", "run-ahead"):
+        assert figure in result.stdout
