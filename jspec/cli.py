@@ -220,7 +220,7 @@ def demo(
     model: Model = "smollm2",
     algorithm: Algorithm = "ngram",
     num_prompts: Annotated[int | None, typer.Option(help="First prompts of the bundled ones; all by default.")] = None,
-    max_new_tokens: MaxNewTokens = 96,
+    max_new_tokens: MaxNewTokens = 80,
 ) -> None:
     """Decode the bundled prompts with and without speculation: the text as it comes, then both in figures."""
     from jspec.bench.demo import run_demo

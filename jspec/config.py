@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import numbers
+from collections.abc import Iterable
 
 KERNEL_BACKENDS = ("xla", "pallas", "pallas_interpret")
 MAX_STOP_TOKEN_IDS = 8
@@ -24,6 +25,15 @@ def _check_real(field: str, value) -> None:
         raise TypeError(f"{field}={value!r} must be a number, got {type(value).__name__}")
     if not math.isfinite(value):
         raise ValueError(f"{field}={value} must be finite")
+
+
+def _as_ints(field: str, values, low: int) -> tuple[int, ...]:
+    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
+        raise TypeError(f"{field}={values!r} must be a sequence of integers, got {type(values).__name__}")
+    values = tuple(values)
+    for value in values:
+        _check_int(field, value, low)
+    return values
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,11 +77,7 @@ class SamplingParams:
             raise ValueError(f"min_p={self.min_p} must lie in [0, 1]; 0 keeps every token")
         if self.seed is not None:
             _check_int("seed", self.seed, 0, 2**32 - 1)
-        if isinstance(self.stop_token_ids, (int, str)):
-            raise TypeError(f"stop_token_ids={self.stop_token_ids!r} must be a sequence of token ids")
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        for token in self.stop_token_ids:
-            _check_int("stop_token_ids", token, 0, why="token ids are not negative")
+        object.__setattr__(self, "stop_token_ids", _as_ints("stop_token_ids", self.stop_token_ids, 0))
         if not isinstance(self.ignore_eos, bool):
             raise TypeError(f"ignore_eos={self.ignore_eos!r} must be a bool")
 
@@ -118,7 +124,7 @@ class EngineConfig:
     """Keep compiled programs on disk (JAX's persistent cache, in $JSPEC_CACHE_DIR or ~/.cache/jspec)."""
 
     def __post_init__(self):
-        for field in ("model", "algorithm"):
+        for field in ("model", "algorithm", "kernels"):
             if not isinstance(getattr(self, field), str):
                 raise TypeError(f"{field}={getattr(self, field)!r} must be a string")
         _check_int("num_draft_tokens", self.num_draft_tokens, 1, 32, why="the verify width counts the pending token")
@@ -130,12 +136,11 @@ class EngineConfig:
             if getattr(self, field) is not None:
                 _check_int(field, getattr(self, field), 1)
         for field in ("batch_buckets", "prefill_buckets"):
-            if (sizes := getattr(self, field)) is not None:
-                object.__setattr__(self, field, tuple(sizes))
-                for size in sizes:
-                    _check_int(field, size, 1)
+            if getattr(self, field) is not None:
+                sizes = _as_ints(field, getattr(self, field), 1)
+                object.__setattr__(self, field, sizes)
                 if not sizes or list(sizes) != sorted(set(sizes)):
-                    raise ValueError(f"{field}={tuple(sizes)} must ascend and hold at least one size")
+                    raise ValueError(f"{field}={sizes} must ascend and hold at least one size")
         if self.batch_buckets is not None and self.batch_buckets[-1] != self.max_running:
             raise ValueError(f"batch_buckets={self.batch_buckets} must end with max_running={self.max_running}")
         if self.kv_tokens is not None and self.kv_memory_bytes is not None:

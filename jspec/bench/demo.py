@@ -1,5 +1,6 @@
 """The demo: the bundled prompts decoded with speculation, as one watches, and without; then both in figures."""
 
+import textwrap
 from collections.abc import Callable, Iterable
 
 from rich.text import Text
@@ -26,7 +27,8 @@ def _printer(out, prepared: Prepared, algorithm: str) -> Watch:
             return
         if prompt not in streams:
             streams[prompt] = tokenizer.stream()
-            out.print(Text(f"\n> {' '.join(prepared.texts[prompt].split())[:100]}", style="bold cyan"))
+            question = textwrap.shorten(prepared.texts[prompt], 100, placeholder=" ...")
+            out.print(Text(f"\n> {question}", style="bold cyan"))
         say(streams[prompt].push(emission.token_ids))
         if emission.output is not None:
             say(streams[prompt].flush() + "\n")

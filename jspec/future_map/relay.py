@@ -60,10 +60,14 @@ def publish(future: FutureMap, rows, new_seq_lens, *, forward_iter) -> FutureMap
         new_seq_lens: i32[B], KV-ready tokens. Prefill publishes the prompt length, without +1; a verify its start plus `accept_lens`.
         forward_iter: i32[], the launch.
 
+    Raises:
+        ValueError: not one frontier a row (at trace time).
     Ensures: row 0 stays zero; no rows, no change.
     Clock: `new_seq_lens`; nobody else writes it.
     Source: SGLang Spec V2 `FutureMap.publish`.
     """
+    if new_seq_lens.shape != rows.shape:
+        raise ValueError(f"{new_seq_lens.shape=} must equal {rows.shape=}: one frontier a row")
     iters = jnp.broadcast_to(jnp.asarray(forward_iter, jnp.int32), rows.shape)
     return dataclasses.replace(
         future,
@@ -92,9 +96,9 @@ def stash(future: FutureMap, rows, payload, *, forward_iter) -> FutureMap:
         )
 
     def write(buffer, values):
-        if values.shape[1:] != buffer.shape[1:] or values.dtype != buffer.dtype:
+        if values.shape != (*rows.shape, *buffer.shape[1:]) or values.dtype != buffer.dtype:
             raise ValueError(
-                f"payload leaf {values.dtype}{values.shape} must be {buffer.dtype} with row shape {buffer.shape[1:]}, as given at init"
+                f"payload leaf {values.dtype}{values.shape} must be {buffer.dtype} of {rows.shape[0]} rows of shape {buffer.shape[1:]}, as given at init"
             )
         return buffer.at[rows].set(_real(rows, values))
 

@@ -34,7 +34,7 @@ def reserve(ledger: KVLedger, active, *, alloc_len: int, depth: int) -> tuple[KV
     Returns:
         The ledger and a `Reserved`.
 
-    Requires: `kv_committed_len <= kv_allocated_len` in every row.
+    Requires: `kv_committed_len <= kv_allocated_len` in every row; a row whose reserve does not fit its page table is not granted.
     Ensures: `kv_allocated_len` of granted rows is page aligned and never shrinks; pages are conserved. Where pages run short, rows that need
         some are granted in row order until they end; a row that is not granted keeps what it has.
     Clock: `kv_allocated_len`; also written by `prepare_extend` and `release`.
@@ -43,6 +43,7 @@ def reserve(ledger: KVLedger, active, *, alloc_len: int, depth: int) -> tuple[KV
     xp, page = namespace(ledger.kv_committed_len), ledger.page_size
     allocated, held = ledger.kv_allocated_len, num_pages_held(ledger)
     wanted = ceil_div(ledger.kv_committed_len + (depth + 1) * alloc_len, page)
+    active = active & (wanted <= ledger.page_table.shape[1])
     count = xp.where(active, xp.maximum(wanted - held, 0), 0)
     before = xp.cumulative_sum(count, dtype=xp.int32)
     granted = active & ((count == 0) | (before <= ledger.num_free))

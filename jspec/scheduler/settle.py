@@ -2,16 +2,16 @@
 
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from jspec.state.batches import ForwardMode
 from jspec.state.dense import add_at, namespace, replace
 from jspec.state.ledger import KVLedger
 from jspec.state.requests import FinishReason, RequestTable
 from jspec.state.results import GenerationBatchResult, Launched, RowStatus
 
-_NONE, _STOP, _LENGTH, _ABORT, _ERROR = (
-    int(code)
-    for code in (FinishReason.NONE, FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT, FinishReason.ERROR)
-)
+# NumPy scalars, so that codes are i32 on every backend.
+_NONE, _STOP, _LENGTH, _ABORT, _ERROR = (np.int32(code) for code in FinishReason)
 _NOT_FINITE = int(RowStatus.NOT_FINITE)
 _NEVER = 1 << 30
 
@@ -59,13 +59,13 @@ def settle(
     # Reduced axes come first: NumPy reduces a short last axis an element at a time.
     place = xp.arange(1, result.next_token_ids.shape[1] + 1, dtype=xp.int32)[:, None]
     is_stop = xp.any(requests.stop_token_ids[rows].T[:, None, :] == result.next_token_ids.T, axis=0)  # [O, B]
-    stop_end = start + xp.min(xp.where(is_stop & (place <= num_new), place, _NEVER), axis=0)
+    stop_end = start + xp.min(xp.where(is_stop, place, _NEVER), axis=0)
 
     aborted = live & requests.to_finish[rows]
     cut = xp.minimum(end, limit)
     stopped = stop_end <= cut
     reason = xp.where(stopped, _STOP, xp.where(end >= limit, _LENGTH, _NONE))
-    reason = xp.where(bad, _ERROR, xp.where(aborted, _ABORT, xp.where(live, reason, _NONE)))
+    reason = xp.where(aborted, _ABORT, xp.where(bad, _ERROR, xp.where(live, reason, _NONE)))
     visible_end = xp.where(aborted, end, xp.where(stopped, stop_end, cut))
 
     requests = replace(requests, output_len=add_at(requests.output_len, rows, num_new))

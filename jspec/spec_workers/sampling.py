@@ -41,7 +41,7 @@ def position_key(seed, position, purpose: int):
 
 def _ordered_bits(values):
     """`u32` whose order is that of the f32 `values`: lets a threshold be found by bisection, exactly."""
-    bits = lax.bitcast_convert_type(values, jnp.uint32)
+    bits = lax.bitcast_convert_type(jnp.where(values == 0, 0.0, values), jnp.uint32)  # -0.0 ties with 0.0
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 
 

@@ -133,7 +133,8 @@ def _kernel(
             row = lax.rem(slots[base + place], block)
             block_ref[:, pl.ds(row, 1), :] = kv[place]
 
-        lax.fori_loop(*span(run), one_token, None)
+        start, end = span(run)
+        lax.fori_loop(start, end, one_token, None)
 
     def one_run(run, _):
         prepare(run + READ_AHEAD)

@@ -3,8 +3,12 @@
 import jax
 
 from .reference import prefill_attention_reference
+from .validate import BACKENDS, validate_dynamic, validate_static
 
-__all__ = ["prefill_attention"]
+__all__ = ["BACKENDS", "prefill_attention", "validate_dynamic"]
+
+# The layer is an argument of the traced function, so that a model of many layers traces it once.
+_reference = jax.jit(prefill_attention_reference, static_argnames=("scale",))
 
 
 def prefill_attention(
@@ -18,6 +22,22 @@ def prefill_attention(
     scale: float,
     backend: str = "xla",
 ) -> jax.Array:
-    if backend != "xla":
-        raise ValueError(f"{backend=} does not exist for prefill_attention: choose one of ('xla',)")
-    return prefill_attention_reference(q, pages, page_table, prefix_lens, query_lens, layer=layer, scale=scale)
+    """Attends `T` packed tokens to the pages of their rows, causally. The KV of all of them is already written.
+
+    Args:
+      q: [T, Hq, D], the tokens of row 0, then those of row 1 and so on; padding behind the last row.
+      pages: the pool, from `init_kv_pages`.
+      page_table: i32[B, P], pages of each row in position order; entries behind its last position are not read.
+      prefix_lens: i32[B], KV-ready positions before the row's tokens: token `i` of row `b` sees positions `[0, prefix_lens[b] + i]`.
+      query_lens: i32[B], tokens of each row, together at most `T`; 0 for a padding row.
+      layer: layer of the pool, static.
+      scale: factor on the scores, static.
+      backend: "xla".
+
+    Returns: [T, Hq, D] in q's dtype; scores, softmax and sums are in f32. Zeros for padding.
+
+    Raises:
+      ValueError: while tracing, for shapes, dtypes or sizes that the backend cannot take.
+    """
+    validate_static(q, pages, page_table, prefix_lens, query_lens, layer=layer, backend=backend)
+    return _reference(q, pages, page_table, prefix_lens, query_lens, layer=layer, scale=float(scale))

@@ -1,10 +1,14 @@
-"""Attention of a few query tokens a row over pages."""
+"""Attention of a few query tokens a row over pages: decode (`W` = 1), chain verify and tree verify."""
 
 import jax
 
 from .reference import verify_attention_reference
+from .validate import BACKENDS, validate_dynamic, validate_static
 
-__all__ = ["verify_attention"]
+__all__ = ["BACKENDS", "validate_dynamic", "verify_attention"]
+
+# The layer is an argument of the traced function, so that a model of many layers traces it once.
+_reference = jax.jit(verify_attention_reference, static_argnames=("scale",))
 
 
 def verify_attention(
@@ -19,8 +23,26 @@ def verify_attention(
     ancestors: jax.Array | None = None,
     backend: str = "xla",
 ) -> jax.Array:
-    if backend != "xla":
-        raise ValueError(f"{backend=} does not exist for verify_attention: choose one of ('xla',)")
-    return verify_attention_reference(
-        q, pages, page_table, prefix_lens, query_lens, layer=layer, scale=scale, ancestors=ancestors
+    """Attends the `W` query tokens of each row to its pages. Query `w` of row `b` is at position `prefix_lens[b] + w`, its own KV already written.
+
+    Args:
+      q: [B, W, Hq, D].
+      pages: the pool, from `init_kv_pages`.
+      page_table: i32[B, P], pages of each row in position order; entries behind its last position are not read.
+      prefix_lens: i32[B], KV-ready positions before the query tokens.
+      query_lens: i32[B], query tokens of each row, at most `W`; 0 for a padding row.
+      layer: layer of the pool, static.
+      scale: factor on the scores, static.
+      ancestors: u32[B, W] or None. None: a chain, query `w` sees positions `[0, prefix_lens[b] + w]`. Otherwise a tree: it sees the whole
+        prefix, and position `prefix_lens[b] + j` where bit `j` is set; a node is its own ancestor.
+      backend: "xla".
+
+    Returns: [B, W, Hq, D] in q's dtype; scores, softmax and sums are in f32. Zeros for queries `w >= query_lens[b]`.
+
+    Raises:
+      ValueError: while tracing, for shapes, dtypes or sizes that the backend cannot take.
+    """
+    validate_static(q, pages, page_table, prefix_lens, query_lens, ancestors, layer=layer, backend=backend)
+    return _reference(
+        q, pages, page_table, prefix_lens, query_lens, layer=layer, scale=float(scale), ancestors=ancestors
     )

@@ -1,0 +1,46 @@
+"""What `verify_attention` refuses, and why."""
+
+from typing import Any
+
+import numpy as np
+
+from ..checks import check_array, check_backend, check_heads, check_pages, check_reads, check_rows
+
+BACKENDS = ("xla",)
+
+MAX_NODES = 32
+"""Bits in one word of ancestors."""
+
+
+def validate_static(
+    q: Any, pages: Any, page_table: Any, prefix_lens: Any, query_lens: Any, ancestors: Any, *, layer: int, backend: str
+) -> None:
+    """Raises ValueError for shapes, dtypes and sizes that the backend cannot take."""
+    check_backend(backend, BACKENDS, "verify_attention")
+    check_pages(pages, layer)
+    if q.ndim != 4 or 0 in q.shape:
+        raise ValueError(f"{q.shape=} must be (B, W, query heads, head size), none of them 0")
+    check_heads(q, pages)
+    batch, width = q.shape[:2]
+    check_rows(page_table, prefix_lens, query_lens, batch)
+    if ancestors is not None:
+        check_array("ancestors", ancestors, (batch, width), np.uint32, "one word of bits a node")
+        if width > MAX_NODES:
+            raise ValueError(
+                f"{ancestors.shape=} must have at most {MAX_NODES} nodes a row: a node's ancestors are the bits of one word"
+            )
+
+
+def validate_dynamic(
+    pages: Any, page_table: Any, prefix_lens: Any, query_lens: Any, ancestors: Any = None, *, width: int
+) -> None:
+    """Raises ValueError for concrete values that break a rule. For tests: it reads the values."""
+    query_lens = np.asarray(query_lens)
+    if (query_lens > width).any():
+        raise ValueError(f"query_lens holds {query_lens.max()}, more than the {width} queries of a row")
+    check_reads(pages, page_table, prefix_lens, query_lens)
+    if ancestors is not None:
+        node = np.arange(width)
+        behind = np.asarray(ancestors).astype(np.uint64) >> (node + 1).astype(np.uint64) != 0
+        if (behind & (node < query_lens[:, None])).any():
+            raise ValueError("ancestors holds a node that sees a later one: ancestors come before")
