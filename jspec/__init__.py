@@ -1,5 +1,6 @@
 """Speculative decoding for TPUs in JAX: immutable scheduler state, pure transitions, one verify ahead of the host."""
 
+import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -12,10 +13,8 @@ __all__ = ["Emission", "Engine", "EngineConfig", "RequestOutput", "SamplingParam
 
 def __getattr__(name: str):
     """Loads the engine when it is asked for: whoever imports one transition does not wait for models and kernels."""
-    if name in ("EngineConfig", "SamplingParams"):
-        from jspec import config as module
-    elif name in ("Emission", "Engine", "RequestOutput"):
-        from jspec import engine as module
-    else:
+    if name not in __all__:
         raise AttributeError(f"module 'jspec' has no attribute {name!r}")
-    return getattr(module, name)
+    return getattr(
+        importlib.import_module("jspec.config" if name in ("EngineConfig", "SamplingParams") else "jspec.engine"), name
+    )

@@ -4,6 +4,9 @@ import dataclasses
 import math
 import numbers
 from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
 
 KERNEL_BACKENDS = ("xla", "pallas", "pallas_interpret")
 MAX_STOP_TOKEN_IDS = 8
@@ -12,8 +15,8 @@ MAX_STOP_TOKEN_IDS = 8
 MAX_PAGE_SIZE = 256
 
 
-def _check_int(field: str, value, low: int, high: int | None = None, *, why: str = "") -> None:
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+def _check_int(field: str, value: Any, low: int, high: int | None = None, *, why: str = "") -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise TypeError(f"{field}={value!r} must be an integer, got {type(value).__name__}")
     if value < low or (high is not None and value > high):
         rule = f"must be at least {low}" if high is None else f"must lie in [{low}, {high}]"

@@ -1,6 +1,8 @@
 """The `jspec` command: what it prints, where, and with which exit code."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 from tiny_checkpoint import CONTEXT_LEN, VOCAB_SIZE, write_checkpoint
@@ -127,6 +129,11 @@ def test_version_and_help():
     assert run("--version").stdout.startswith("jspec ")
     for command in ((), ("generate",), ("bench", "host"), ("bench", "decode"), ("demo",)):
         assert run(*command, "--help").exit_code == 0
+
+
+def test_help_does_not_wait_for_jax():
+    code = "import sys, jspec.cli; sys.exit('jax' in sys.modules or 'tokenizers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 # --- prompts --------------------------------------------------------------------------------------------------------------

@@ -226,15 +226,18 @@ class Engine:
             Results in the order of the prompts, or an iterator of `Emission`s whose last one of a request carries its result. A prompt that cannot run
             has finish reason "refused" and an `error`; the others run.
         """
-        if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], (int, np.integer))):
-            prompts = [prompts]
-        if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams()] * len(prompts)
-        if len(params) != len(prompts):
-            raise ValueError(f"{len(params)} params for {len(prompts)} prompts: give one for all, or one each")
+        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], (int, np.integer)))
+        several: list[Any] = [prompts] if single else list(prompts)
+        each = (
+            [params or SamplingParams()] * len(several)
+            if params is None or isinstance(params, SamplingParams)
+            else list(params)
+        )
+        if len(each) != len(several):
+            raise ValueError(f"{len(each)} params for {len(several)} prompts: give one for all, or one each")
         if stream:
-            return self._stream(prompts, params)
-        rids, refused = self._submit_all(prompts, params)
+            return self._stream(several, each)
+        rids, refused = self._submit_all(several, each)
         outputs = {e.rid: e.output for e in self._drain(rids, refused) if e.output is not None}
         return [outputs[rid] for rid in rids]
 

@@ -43,16 +43,18 @@ class TokenLogs:
         self._num_verifies[rows] = 0
 
     def append(self, launched: Launched, settled: Settled, result: GenerationBatchResult) -> None:
-        """Adds the visible tokens of a settled launch."""
-        rows, count = launched.rows, settled.num_visible
+        """Adds a settled launch.
+
+        Whole runs are written: what lies past a row's settled length is never read, and its next run overwrites it. The same holds for a row that is not
+        live: it writes past the settled length of whoever has the row now.
+        """
+        rows = launched.rows
         columns = self._columns[: result.next_token_ids.shape[1]]
-        write = columns < count[:, None]
-        at = settled.start[:, None] + columns
-        self._tokens[np.broadcast_to(rows[:, None], write.shape)[write], at[write]] = result.next_token_ids[write]
+        self._tokens[rows[:, None], settled.start[:, None] + columns] = result.next_token_ids
         if launched.forward_mode is ForwardMode.DECODE:
-            rows, count = rows[settled.live], count[settled.live]
-            self._accepts[rows, self._num_verifies[rows]] = count
-            self._num_verifies[rows] += 1
+            verify = self._num_verifies[rows]
+            self._accepts[rows, verify] = settled.num_visible
+            self._num_verifies[rows] = verify + settled.live
 
     def output(self, row: int, length: int) -> list[int]:
         """The first `length` emitted tokens of a row."""

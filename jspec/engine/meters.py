@@ -37,10 +37,14 @@ class Meters:
         """Starts all counts anew."""
         self.requests = self.tokens = self.prefill_tokens = self.verifies = 0
         self.iterations = self.launches = self.ahead = self.compiles = 0
-        self._host_s, self._step_s = deque(maxlen=_KEPT), deque(maxlen=_KEPT)
+        self._host_s: deque[float] = deque(maxlen=_KEPT)
+        self._step_s: deque[float] = deque(maxlen=_KEPT)
         self._exposed_s = 0.0
-        self._first = self._last = self._last_decode = None
-        self._iteration_start = self._idle_since = None
+        self._first: float | None = None
+        self._last: float | None = None
+        self._last_decode: float | None = None
+        self._iteration_start = 0.0
+        self._idle_since: float | None = None
         self._waited_s = 0.0
 
     def iteration_starts(self) -> None:
@@ -89,7 +93,7 @@ class Meters:
 
     def summary(self) -> Summary:
         """The counters as a value."""
-        seconds = (self._last - self._first) if self._last else 0.0
+        seconds = self._last - self._first if self._last and self._first else 0.0
         return Summary(
             requests=self.requests,
             tokens=self.tokens,

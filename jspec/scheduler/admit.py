@@ -39,7 +39,8 @@ def _select(state: SchedulerState, limits: Limits) -> tuple[list[Waiting], np.nd
         0,
     )
     pages = total_pages(state.ledger) - int(running.sum())
-    tokens, chosen = limits.max_prefill_tokens, []
+    tokens = limits.max_prefill_tokens
+    chosen: list[Waiting] = []
     for request in state.waiting:
         need = int(
             pages_to_finish(

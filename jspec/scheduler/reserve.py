@@ -41,24 +41,24 @@ def reserve(ledger: KVLedger, active, *, alloc_len: int, depth: int) -> tuple[KV
     Source: SGLang Spec V2 `prepare_for_decode` (reserve of two windows, allocation from the allocated length).
     """
     xp, page = namespace(ledger.kv_committed_len), ledger.page_size
-    allocated, held = ledger.kv_allocated_len, num_pages_held(ledger)
+    held = num_pages_held(ledger)
     wanted = ceil_div(ledger.kv_committed_len + (depth + 1) * alloc_len, page)
     active = active & (wanted <= ledger.page_table.shape[1])
-    count = xp.where(active, xp.maximum(wanted - held, 0), 0)
+    count = xp.maximum(wanted - held, 0) * active
     before = xp.cumulative_sum(count, dtype=xp.int32)
-    granted = active & ((count == 0) | (before <= ledger.num_free))
-    count = xp.where(granted, count, 0)
+    granted = active & ((before <= ledger.num_free) | (count == 0))
+    count = count * granted
     k = xp.arange(max_new_pages(alloc_len=alloc_len, depth=depth, page_size=page), dtype=xp.int32)
     new = k < count[:, None]
     # Every earlier row with new pages is granted too, so the sum before a granted row is what was taken before it.
-    place = (ledger.num_free - 1 - (before - count))[:, None] - k
-    pages = xp.where(new, ledger.free_pages[xp.where(new, place, 0)], -1)
+    place = (count - before + (ledger.num_free - 1))[:, None] - k
+    pages = xp.where(new, ledger.free_pages[place * new], -1)
     rows = xp.arange(count.shape[0], dtype=xp.int32)[:, None]
-    index = (xp.where(new, rows, 0), xp.where(new, held[:, None] + k, 0))
+    index = (rows * new, (held[:, None] + k) * new)
     ledger = replace(
         ledger,
-        kv_allocated_len=xp.where(granted, xp.maximum(allocated, wanted * page), allocated),
+        kv_allocated_len=xp.where(granted, (held + count) * page, ledger.kv_allocated_len),
         num_free=ledger.num_free - xp.sum(count, dtype=xp.int32),
-        page_table=set_at(ledger.page_table, index, xp.where(new, pages, 0)),
+        page_table=set_at(ledger.page_table, index, xp.maximum(pages, 0)),
     )
     return ledger, Reserved(granted, held, pages)

@@ -11,8 +11,10 @@ from jspec.state.requests import FinishReason, RequestTable
 from jspec.state.results import GenerationBatchResult, Launched, RowStatus
 
 # NumPy scalars, so that codes are i32 on every backend.
-_NONE, _STOP, _LENGTH, _ABORT, _ERROR = (np.int32(code) for code in FinishReason)
-_NOT_FINITE = int(RowStatus.NOT_FINITE)
+_LENGTH, _STOP, _ERROR, _ABORT = (
+    np.int32(code) for code in (FinishReason.LENGTH, FinishReason.STOP, FinishReason.ERROR, FinishReason.ABORT)
+)
+_NOT_FINITE = np.int32(RowStatus.NOT_FINITE)
 _NEVER = 1 << 30
 
 
@@ -51,24 +53,25 @@ def settle(
     xp = namespace(requests.output_len)
     rows = launched.rows
     live = (requests.epoch[rows] == launched.epochs) & (rows > 0)
-    bad = live & (result.status == _NOT_FINITE)
-    num_new = xp.where(live & ~bad, result.accept_lens, 0)
+    bad = result.status == _NOT_FINITE
+    num_new = result.accept_lens * (live & ~bad)
     start, limit = requests.output_len[rows], requests.max_new_tokens[rows]
     end = start + num_new
+    cut = xp.minimum(end, limit)
 
     # Reduced axes come first: NumPy reduces a short last axis an element at a time.
-    place = xp.arange(1, result.next_token_ids.shape[1] + 1, dtype=xp.int32)[:, None]
     is_stop = xp.any(requests.stop_token_ids[rows].T[:, None, :] == result.next_token_ids.T, axis=0)  # [O, B]
-    stop_end = start + xp.min(xp.where(is_stop, place, _NEVER), axis=0)
+    place = xp.arange(1, result.next_token_ids.shape[1] + 1, dtype=xp.int32)
+    stop_end = start + xp.min(xp.where(is_stop, place[:, None], _NEVER), axis=0)
 
-    aborted = live & requests.to_finish[rows]
-    cut = xp.minimum(end, limit)
-    stopped = stop_end <= cut
-    reason = xp.where(stopped, _STOP, xp.where(end >= limit, _LENGTH, _NONE))
-    reason = xp.where(aborted, _ABORT, xp.where(bad, _ERROR, xp.where(live, reason, _NONE)))
-    visible_end = xp.where(aborted, end, xp.where(stopped, stop_end, cut))
+    aborted = requests.to_finish[rows] & live
+    ended = xp.maximum((end >= limit) * _LENGTH, (stop_end <= cut) * _STOP)
+    failed = xp.maximum(bad * _ERROR, aborted * _ABORT)
+    reason = xp.maximum(ended, failed) * live
+    # A row that is not live has no new tokens, so nothing of it is visible either.
+    visible_end = xp.where(aborted, end, xp.minimum(stop_end, cut))
 
     requests = replace(requests, output_len=add_at(requests.output_len, rows, num_new))
     if launched.forward_mode is ForwardMode.DECODE:
         ledger = replace(ledger, kv_committed_len=add_at(ledger.kv_committed_len, rows, num_new))
-    return requests, ledger, Settled(live, start, num_new, xp.where(live, visible_end - start, 0), reason)
+    return requests, ledger, Settled(live, start, num_new, visible_end - start, reason)

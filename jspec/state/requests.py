@@ -11,13 +11,13 @@ from jspec.config import MAX_STOP_TOKEN_IDS
 
 
 class FinishReason(enum.IntEnum):
-    """Why a request ended. Codes ride in arrays; `NONE` is alive."""
+    """Why a request ended, in rising precedence: where several hold, the highest is told. Codes ride in arrays; `NONE` is alive."""
 
     NONE = 0
-    STOP = 1  # an end-of-sequence or stop token was emitted
-    LENGTH = 2  # max_new_tokens or the context length was reached
-    ABORT = 3  # the user ended it
-    ERROR = 4  # the target's logits were not finite: nothing can be emitted
+    LENGTH = 1  # max_new_tokens or the context length was reached
+    STOP = 2  # an end-of-sequence or stop token was emitted within the length
+    ERROR = 3  # the target's logits were not finite: nothing can be emitted
+    ABORT = 4  # the user ended it
 
 
 @dataclasses.dataclass(frozen=True)

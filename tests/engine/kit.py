@@ -101,7 +101,7 @@ def prompts_of(count: int, *, seed: int = 0, shortest: int = 1, longest: int = 4
 
 
 @functools.cache
-def _full_forward(target, padded: int):
+def _full_forward(forward, logits, init_kv, padded: int):
     page_size = 16
     pages = -(-padded // page_size)
 
@@ -121,8 +121,8 @@ def _full_forward(target, padded: int):
             page_table=jnp.arange(1, pages + 1, dtype=jnp.int32)[None],
         )
         batch, last = extend_batch(inputs, page_size=page_size)
-        out = target.forward(params, batch, target.init_kv(pages, page_size))
-        return target.logits(params, out.hidden[last])[0]
+        out = forward(params, batch, init_kv(pages, page_size))
+        return logits(params, out.hidden[last])[0]
 
     return run
 
@@ -130,11 +130,12 @@ def _full_forward(target, padded: int):
 def slow_greedy(target, prompt: list[int], num_tokens: int, stop=()) -> list[int]:
     """Greedy decoding that recomputes the whole sequence for every token: no cache, no engine."""
     padded = target.facts.context_len
+    run = _full_forward(target.forward, target.logits, target.init_kv, padded)
     sequence, out = list(prompt), []
     while len(out) < num_tokens and len(sequence) < padded:
         tokens = np.zeros(padded, np.int32)
         tokens[: len(sequence)] = sequence
-        token = int(np.argmax(_full_forward(target, padded)(target.params, tokens, np.int32(len(sequence)))))
+        token = int(np.argmax(run(target.params, tokens, np.int32(len(sequence)))))
         sequence.append(token)
         out.append(token)
         if token in stop:

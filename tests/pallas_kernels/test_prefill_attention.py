@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from pallas_kernels.pools import LAYER, attend, make_pool
+from pallas_kernels.pools import LAYER, attend, make_pool, quick_jit
 
 from jspec.pallas_kernels.paged_kv_write import init_kv_pages
 from jspec.pallas_kernels.prefill_attention import prefill_attention, validate_dynamic
@@ -14,9 +14,13 @@ from jspec.pallas_kernels.verify_attention import verify_attention
 SCALE = 0.37
 
 
+@quick_jit
+def attend_rows(q, pages, page_table, prefix_lens, query_lens):
+    return prefill_attention(q, pages, page_table, prefix_lens, query_lens, layer=LAYER, scale=SCALE)
+
+
 def prefill(q, pages, *rows):
-    rows = (jnp.asarray(x, jnp.int32) for x in rows)
-    return np.asarray(prefill_attention(jnp.asarray(q), pages, *rows, layer=LAYER, scale=SCALE))
+    return np.asarray(attend_rows(q, pages, *(np.asarray(x, np.int32) for x in rows)))
 
 
 def expected(pool, q, prefix_lens, query_lens):
