@@ -8,6 +8,7 @@ from oracles import Run, ceil_to, freeze, make_result, released_columns
 
 from jspec.scheduler import release, reserve, settle
 from jspec.state import num_pages_held
+from jspec.state.requests import FinishReason
 
 
 def holding(committed, allocated, page_size):
@@ -119,7 +120,7 @@ def test_finish_by_length_with_a_late_result(page_size):
     requests, ledger, settled = settle(run.state.requests, freeze(ledger), launched, run.results[0])
     assert (requests.output_len[1], ledger.kv_committed_len[1]) == (8, 27)
     assert settled.start[0] + settled.num_visible[0] == 6  # finished_len
-    assert settled.finish_reason.tolist() == [2]  # LENGTH
+    assert settled.finish_reason.tolist() == [FinishReason.LENGTH]
     requests, ledger = release(freeze(requests), freeze(ledger), launched.rows)
     assert ledger.num_free == ledger.free_pages.size - 1
 
