@@ -157,7 +157,7 @@ def counted_traffic(engine: Engine) -> Iterator[Traffic]:
             output = counted(program.phase)(*args)
             return output._replace(outcome=_CountedOutcome(output.outcome, traffic))
 
-        return Program(phase, counted(program.commit) if program.commit is not None else None)
+        return program._replace(phase=phase, commit=counted(program.commit) if program.commit is not None else None)
 
     watched = _Watched(engine._programs, found)
     with mock.patch.object(engine, "_programs", watched), mock.patch.object(jax, "device_put", counted_put):

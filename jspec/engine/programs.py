@@ -35,11 +35,13 @@ class Program(NamedTuple):
 
     phase: Callable[..., PhaseOutput]  # (params, device, upload) -> PhaseOutput; the device is donated
     commit: Callable[..., DeviceState] | None  # (params, device, upload, handoff) -> device; the device is donated
+    fetch: bool  # whether the outcome must be copied to reach the host: everywhere but on CPU
 
     def __call__(self, params, device: DeviceState, upload) -> tuple[DeviceState, Any]:
         """Dispatches the launch; returns the device to be and the outcome to come, without waiting for either."""
         device, outcome, handoff = self.phase(params, device, upload)
-        outcome.copy_to_host_async()
+        if self.fetch:
+            outcome.copy_to_host_async()
         if self.commit is not None:
             device = self.commit(params, device, upload, handoff)
         return device, outcome
@@ -69,10 +71,11 @@ def _build(unpack, phase_fn, commit_fn, table_width: int, params, device, upload
         return commit_fn(params, device, unpack(upload), handoff, table_width=table_width)
 
     compiled = jax.jit(phase, donate_argnums=1).lower(params, device, upload).compile()
+    fetch = jax.default_backend() != "cpu"
     if commit_fn is None:
-        return Program(compiled, None)
+        return Program(compiled, None, fetch)
     handoff = jax.eval_shape(phase, params, device, upload).handoff
-    return Program(compiled, jax.jit(commit, donate_argnums=1).lower(params, device, upload, handoff).compile())
+    return Program(compiled, jax.jit(commit, donate_argnums=1).lower(params, device, upload, handoff).compile(), fetch)
 
 
 class Programs:

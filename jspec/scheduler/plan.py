@@ -3,9 +3,10 @@
 import numpy as np
 
 from jspec.scheduler.admit import admit
-from jspec.scheduler.reserve import reserve
+from jspec.scheduler.reserve import Reserved, max_new_pages, reserve
 from jspec.state.batches import ForwardMode, ScheduleBatch
 from jspec.state.dense import add_at, namespace, replace, set_at
+from jspec.state.ledger import KVLedger, num_pages_held
 from jspec.state.requests import RequestTable
 from jspec.state.results import Launched, record
 from jspec.state.scheduler_state import Limits, SchedulerState
@@ -19,6 +20,16 @@ def launchable(requests: RequestTable, launched: tuple[Launched, ...]):
         in_flight = (requests.epoch[item.rows] == item.epochs) & (item.rows > 0)
         expected = add_at(expected, item.rows, xp.astype(in_flight, xp.int32))
     return (requests.serial > 0) & (expected < requests.max_new_tokens)
+
+
+def _reserve_where_short(ledger: KVLedger, active: np.ndarray, limits: Limits) -> tuple[KVLedger, Reserved]:
+    """`reserve`, unless every reserve is in place already, as in most steps of a small batch: then it would change nothing."""
+    sizes = {"alloc_len": limits.alloc_len, "depth": limits.depth}
+    short = ledger.kv_committed_len + limits.reserve_len > ledger.kv_allocated_len
+    if (short & active).any():
+        return reserve(ledger, active, **sizes)
+    none = np.full((active.shape[0], max_new_pages(page_size=ledger.page_size, **sizes)), -1, np.int32)
+    return ledger, Reserved(active, num_pages_held(ledger), none)
 
 
 def plan_decode(state: SchedulerState, *, limits: Limits) -> tuple[SchedulerState, ScheduleBatch | None]:
@@ -35,7 +46,7 @@ def plan_decode(state: SchedulerState, *, limits: Limits) -> tuple[SchedulerStat
     Clock: `kv_allocated_len` through `reserve`; `last_launch`.
     """
     active = launchable(state.requests, state.launched)
-    ledger, reserved = reserve(state.ledger, active, alloc_len=limits.alloc_len, depth=limits.depth)
+    ledger, reserved = _reserve_where_short(state.ledger, active, limits)
     rows = np.nonzero(reserved.granted)[0].astype(np.int32)
     if not len(rows):
         return state, None

@@ -23,7 +23,7 @@ CONFIG = LlamaConfig(
 
 
 def test_same_tokens_as_the_paged_model():
-    config = dataclasses.replace(CONFIG, qkv_bias=True, qk_norm=True)
+    config = dataclasses.replace(CONFIG, num_layers=1, qkv_bias=True, qk_norm=True)
     params = random_params(2, config)
     prompt = np.random.default_rng(0).integers(0, 64, 6).tolist()
     result = bare_decode(config, params, prompt, 12, cache_len=24)
