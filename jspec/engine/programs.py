@@ -34,16 +34,14 @@ class Program(NamedTuple):
     """The programs of one launch: the first publishes, the second (if the worker has one) commits."""
 
     phase: Callable[..., PhaseOutput]  # (params, device, upload) -> PhaseOutput; the device is donated
-    commit: Callable[..., DeviceState] | None  # (params, device, upload, handoff) -> device; the device is donated
-    fetch: bool  # whether the outcome must be copied to reach the host: everywhere but on CPU
+    commit: Callable[..., DeviceState] | None  # (params, device, handoff) -> device; the device is donated
 
     def __call__(self, params, device: DeviceState, upload) -> tuple[DeviceState, Any]:
         """Dispatches the launch; returns the device to be and the outcome to come, without waiting for either."""
         device, outcome, handoff = self.phase(params, device, upload)
-        if self.fetch:
-            outcome.copy_to_host_async()
+        outcome.copy_to_host_async()
         if self.commit is not None:
-            device = self.commit(params, device, upload, handoff)
+            device = self.commit(params, device, handoff)
         return device, outcome
 
 
@@ -65,17 +63,19 @@ def _shapes(tree):
 
 def _build(unpack, phase_fn, commit_fn, table_width: int, params, device, upload) -> Program:
     def phase(params, device, upload):
-        return phase_fn(params, device, unpack(upload), table_width=table_width)
+        output = phase_fn(params, device, unpack(upload), table_width=table_width)
+        # The second program finds the upload on the device: it crosses once.
+        return output._replace(handoff=(upload, output.handoff)) if commit_fn is not None else output
 
-    def commit(params, device, upload, handoff):
+    def commit(params, device, handoff):
+        upload, handoff = handoff
         return commit_fn(params, device, unpack(upload), handoff, table_width=table_width)
 
     compiled = jax.jit(phase, donate_argnums=1).lower(params, device, upload).compile()
-    fetch = jax.default_backend() != "cpu"
     if commit_fn is None:
-        return Program(compiled, None, fetch)
+        return Program(compiled, None)
     handoff = jax.eval_shape(phase, params, device, upload).handoff
-    return Program(compiled, jax.jit(commit, donate_argnums=1).lower(params, device, upload, handoff).compile(), fetch)
+    return Program(compiled, jax.jit(commit, donate_argnums=1).lower(params, device, handoff).compile())
 
 
 class Programs:

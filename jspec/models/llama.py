@@ -13,10 +13,14 @@ from jspec.config import KERNEL_BACKENDS
 from jspec.models.linear import project
 from jspec.models.rope import RopeScaling, angles, inverse_frequencies, rotate
 from jspec.models.target import ForwardOutput, TargetFacts, TargetModel
-from jspec.pallas_kernels.paged_kv_write import init_kv_pages, paged_kv_write
+from jspec.pallas_kernels.paged_kv_write import init_kv_pages, paged_kv_write, validate_pool
 from jspec.pallas_kernels.prefill_attention import prefill_attention
 from jspec.pallas_kernels.verify_attention import verify_attention
 from jspec.state.batches import ForwardBatch
+
+
+ATTENTION_BACKEND = "xla"
+"""Attention has its XLA reference only; `kernels` chooses how KV is written."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -111,10 +115,12 @@ class LlamaLayer(nn.Module):
         rows = (kv_pages, batch.page_table, batch.prefix_lens, batch.extend_lens)
         scale = c.head_dim**-0.5
         if batch.query_len is None:
-            out = prefill_attention(q, *rows, layer=self.index, scale=scale, backend=self.kernels)
+            out = prefill_attention(q, *rows, layer=self.index, scale=scale, backend=ATTENTION_BACKEND)
         else:
             q, ancestors = q.reshape(-1, batch.query_len, c.num_heads, c.head_dim), batch.ancestors
-            out = verify_attention(q, *rows, ancestors=ancestors, layer=self.index, scale=scale, backend=self.kernels)
+            out = verify_attention(
+                q, *rows, ancestors=ancestors, layer=self.index, scale=scale, backend=ATTENTION_BACKEND
+            )
         return out.reshape(-1, c.num_heads * c.head_dim), kv_pages
 
 
@@ -188,6 +194,7 @@ def _functions(config: LlamaConfig, kernels: str, dtype: Any) -> tuple[Callable[
     apply: Callable[..., Any] = Llama(config, dtype, kernels).apply
 
     def init_kv(num_pages: int, page_size: int):
+        validate_pool(page_size=page_size, head_dim=config.head_dim, dtype=dtype, backend=kernels)
         return init_kv_pages(config.num_layers, num_pages, page_size, config.num_kv_heads, config.head_dim, dtype)
 
     def forward(params, batch: ForwardBatch, kv_pages, *, capture_layers: tuple[int, ...] = ()) -> ForwardOutput:

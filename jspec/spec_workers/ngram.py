@@ -40,7 +40,7 @@ def lookup(history, lens, *, min_ngram: int, max_ngram: int, num_drafts: int) ->
     return Proposal(tokens, jnp.where(found, num_drafts, 0).astype(jnp.int32))
 
 
-def ngram(target: TargetModel, *, num_draft_tokens: int = 8, min_ngram: int = 1, max_ngram: int = 4) -> SpecWorker:
+def ngram(target: TargetModel, *, num_draft_tokens: int = 8, min_ngram: int = 2, max_ngram: int = 4) -> SpecWorker:
     """Prompt lookup on the device, over the token history that the step itself keeps there: no host work, no lag.
 
         resolve -> look up -> verify -> accept -> PUBLISH, stash
@@ -48,7 +48,8 @@ def ngram(target: TargetModel, *, num_draft_tokens: int = 8, min_ngram: int = 1,
     Args:
         target: the model.
         num_draft_tokens: `W`, the pending token and up to `W - 1` drafts.
-        min_ngram, max_ngram: shortest and longest match that proposes.
+        min_ngram, max_ngram: shortest and longest match that proposes. A single equal token proposes twice as often, but is right less: a wider verify
+            costs more than that brings where it is not nearly free.
 
     Raises:
         ValueError: sizes that make no sense.
