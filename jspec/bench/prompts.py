@@ -106,7 +106,7 @@ PROMPT_SETS: dict[str, Callable[[], PromptSet]] = {"bundled": _bundled, "mt-benc
 
 
 def load_prompt_sets(names: Sequence[str], *, num_prompts: int | None = None) -> list[PromptSet]:
-    """The sets of these names ("all" is every one), cut to their first `num_prompts` each.
+    """The sets of these names ("all" is every one), thinned to `num_prompts` each, evenly spaced: MT-bench and HumanEval are sorted by kind.
 
     Raises:
         ValueError: an unknown name, or a set whose package is not installed, with the command that installs it.
@@ -118,7 +118,13 @@ def load_prompt_sets(names: Sequence[str], *, num_prompts: int | None = None) ->
             raise ValueError(f"prompts={name!r} is unknown: choose among {', '.join(PROMPT_SETS)}, all")
     chosen = list(PROMPT_SETS) if "all" in names else list(dict.fromkeys(names))
     sets = [PROMPT_SETS[name]() for name in chosen]
-    return [s._replace(texts=s.texts[:num_prompts]) for s in sets]
+    return [s._replace(texts=_spaced(s.texts, num_prompts)) for s in sets]
+
+
+def _spaced(texts, count: int | None):
+    if count is None or count >= len(texts):
+        return texts
+    return [texts[i * len(texts) // count] for i in range(count)]
 
 
 def check_readable(loaded: LoadedModel, chat: bool | None) -> Tokenizer:

@@ -18,7 +18,6 @@ from jspec.pallas_kernels.prefill_attention import prefill_attention
 from jspec.pallas_kernels.verify_attention import verify_attention
 from jspec.state.batches import ForwardBatch
 
-
 ATTENTION_BACKEND = "xla"
 """Attention has its XLA reference only; `kernels` chooses how KV is written."""
 
