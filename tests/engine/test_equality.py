@@ -18,6 +18,7 @@ from engine.kit import (
 )
 
 from jspec import SamplingParams
+from jspec.spec_workers import ngram, plain
 
 TOKENS = 24
 
@@ -55,7 +56,9 @@ def test_known_accept_lengths(page_size, overlap):
 )
 def test_greedy_equals_full_recompute(algorithm, page_size, overlap):
     """Batches of 1, 3 and 8 on a transformer whose output depends on every KV entry, against decoding without any cache."""
-    engine = build(transformer(), algorithm, page_size=page_size, overlap=overlap, max_running=8)
+    # Matches of a single token too: the more drafts, right and wrong, the more the test sees.
+    worker = ngram(transformer(), num_draft_tokens=5, min_ngram=1) if algorithm == "ngram" else plain(transformer())
+    engine = build(transformer(), worker=worker, page_size=page_size, overlap=overlap, max_running=8)
     for count in (1, 3, 8):
         prompts = prompts_of(count, seed=count)
         for prompt, output in zip(prompts, engine.generate(prompts, greedy(TOKENS)), strict=True):
