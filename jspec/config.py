@@ -110,7 +110,7 @@ class EngineConfig:
     kv_memory_bytes: int | None = None
     """Memory for the KV pool. None: the device's free memory, less a tenth, where the device tells it; a quarter of the machine's memory elsewhere."""
     max_prefill_tokens: int | None = None
-    """Most prompt tokens in one EXTEND batch. None: `context_len`, capped at 2048 where prompts are shorter. A longer prompt runs alone."""
+    """Most prompt tokens in one EXTEND batch. None: `context_len`, at most 2048. A longer prompt runs alone."""
     batch_buckets: tuple[int, ...] | None = None
     """Batch sizes that decode programs are built for, ascending, ending with `max_running`. None: 1, 2, 4, ... Fewer build faster and pad more."""
     prefill_buckets: tuple[int, ...] | None = None
