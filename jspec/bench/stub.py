@@ -30,7 +30,9 @@ def stub_target(context_len: int) -> TargetModel:
     def nothing(*_, **__):
         raise AssertionError("the stub worker runs no model")
 
-    return TargetModel(facts=facts, params=(), init_kv=nothing, forward=nothing, logits=nothing)
+    return TargetModel(
+        facts=facts, params=(), init_kv=nothing, forward=nothing, logits=nothing, embedding=nothing, head=nothing
+    )
 
 
 def stub_worker(*, verify_width: int = 4, accept_len: int = 3) -> SpecWorker:
@@ -57,7 +59,7 @@ def stub_worker(*, verify_width: int = 4, accept_len: int = 3) -> SpecWorker:
         device = apply_extend(device, inputs)
         return leave(device, inputs, jnp.ones_like(inputs.rows), inputs.prefix_lens + inputs.extend_lens)
 
-    def verify_phase(params, device: DeviceState, inputs: DecodeInputs, *, table_width: int) -> PhaseOutput:
+    def verify_phase(params, device: DeviceState, inputs: DecodeInputs, *, table_width: int, depth: int) -> PhaseOutput:
         del params, table_width
         device = apply_decode(device, inputs)
         seq_lens, _, fresh = resolve(device.future, inputs.rows, expected_iter=inputs.expected_iter)

@@ -17,7 +17,21 @@ from jspec.engine.programs import DecodeKey, ExtendKey, Programs, use_compilatio
 from jspec.models.loading import load_model
 from jspec.models.target import TargetModel
 from jspec.models.tokenizer import Tokenizer
-from jspec.scheduler import Aborted, Settled, abort, max_new_pages, pages_to_finish, plan, settle_oldest, submit
+from jspec.scheduler import (
+    Aborted,
+    Depth,
+    DepthRules,
+    Settled,
+    abort,
+    initial_depths,
+    max_new_pages,
+    observe,
+    pages_to_finish,
+    plan,
+    settle_oldest,
+    slot_of,
+    submit,
+)
 from jspec.spec_workers import SpecWorker, build_worker
 from jspec.spec_workers.base import DeviceSizes, DeviceState
 from jspec.spec_workers.upload import RowSampling, pack_decode, pack_extend, unpack_outcome
@@ -39,6 +53,8 @@ class Loop:
     state: SchedulerState
     device: DeviceState
     outcomes: tuple[Any, ...]  # of state.launched, oldest first; still being computed
+    ran_at: tuple[int, ...]  # draft depths of state.launched
+    depths: tuple[Depth, ...]  # to draft at next, by batch size; () where the worker has one depth
 
 
 class Engine:
@@ -85,7 +101,13 @@ class Engine:
             max_prefill_tokens=config.max_prefill_tokens or min(context_len, 2048),
             max_prefill_rows=min(config.max_running, 8),
         )
-        num_pages = num_kv_pages(config, facts, self.limits, verify_width=worker.verify_width)
+        num_pages = num_kv_pages(
+            config,
+            self.limits,
+            vocab_size=facts.vocab_size,
+            kv_bytes_per_token=facts.kv_bytes_per_token + worker.draft_kv_bytes_per_token,
+            verify_width=worker.verify_width,
+        )
         state = init_state(
             limits=self.limits, max_running=config.max_running, num_pages=num_pages, page_size=config.page_size
         )
@@ -99,7 +121,9 @@ class Engine:
                 context_len + 2 * worker.alloc_len, 64
             ),  # rounded, so that workers of near widths share prefill programs
         )
-        self._loop = Loop(state, worker.init(sizes), ())
+        self._rules = DepthRules(slots=config.adaptive_steps)
+        depths = initial_depths(self._rules, worker.depths[-1])
+        self._loop = Loop(state, worker.init(sizes), (), (), depths)
         self._buckets = make_buckets(config, self.limits, pages_per_row=pages_per_row)
         pages = max_new_pages(alloc_len=worker.alloc_len, depth=self.limits.depth, page_size=config.page_size)
         self._programs = Programs(
@@ -248,7 +272,10 @@ class Engine:
         state, batch = plan(loop.state, limits=self.limits)
         if batch is None:
             return loop, None
-        program, upload = self._extend(batch) if batch.forward_mode is ForwardMode.EXTEND else self._decode(batch)
+        depth = self._depth(loop, batch)
+        program, upload = (
+            self._extend(batch) if batch.forward_mode is ForwardMode.EXTEND else self._decode(batch, depth)
+        )
         device, outcome = program(self.worker.params, loop.device, upload)
         previous = loop.outcomes[-1] if loop.outcomes else None
         self._meters.launched(
@@ -256,7 +283,7 @@ class Engine:
             previous_running=previous is not None and not previous.is_ready(),
             chained=batch.expected_iter.max() == batch.forward_iter - 1,
         )
-        loop = Loop(state, device, (*loop.outcomes, outcome))
+        loop = Loop(state, device, (*loop.outcomes, outcome), (*loop.ran_at, depth), loop.depths)
         self._check_state(loop)
         return loop, batch
 
@@ -271,14 +298,29 @@ class Engine:
                 f"launch {loop.state.launched[0].forward_iter} read a FutureMap row that nobody published for it: a fault of jspec"
             )
         state, launched, settled = settle_oldest(loop.state, result)
-        loop = Loop(state, loop.device, loop.outcomes[1:])
+        depths = self._observe(loop, launched, settled, result)
+        loop = Loop(state, loop.device, loop.outcomes[1:], loop.ran_at[1:], depths)
         self._check_state(loop)
         return loop, launched, settled, result
 
-    def _decode(self, batch: ScheduleBatch):
+    def _depth(self, loop: Loop, batch: ScheduleBatch) -> int:
+        """How deep the launch drafts: known without waiting for any step."""
+        if not loop.depths or batch.forward_mode is ForwardMode.EXTEND:
+            return self.worker.depths[-1]
+        return loop.depths[slot_of(self._rules, batch.rows.shape[0])].depth
+
+    def _observe(self, loop: Loop, launched: Launched, settled: Settled, result: GenerationBatchResult):
+        """The depths to come, after what a step accepted."""
+        if not loop.depths or launched.forward_mode is ForwardMode.EXTEND or not settled.live.any():
+            return loop.depths
+        accepted = float(result.accept_lens[settled.live].mean()) - self.worker.num_non_draft_tokens
+        sizes = {"batch_size": launched.rows.shape[0], "depth": loop.ran_at[0]}
+        return observe(loop.depths, self._rules, **sizes, accepted=accepted)
+
+    def _decode(self, batch: ScheduleBatch, depth: int):
         bucket = fit(self._buckets.batch, batch.rows.shape[0])
         width = fit(self._buckets.table_width, -(-int(batch.kv_bound) // self.config.page_size))
-        return self._programs[DecodeKey(bucket, width)], pack_decode(batch, bucket=bucket)
+        return self._programs[DecodeKey(bucket, width, depth)], pack_decode(batch, bucket=bucket)
 
     def _extend(self, batch: ScheduleBatch):
         requests = [self._requests[serial] for serial in batch.serials.tolist()]

@@ -6,14 +6,13 @@ import jax
 import numpy as np
 
 from jspec.config import EngineConfig
-from jspec.models.target import TargetFacts
 from jspec.scheduler import pages_to_finish
 from jspec.state.scheduler_state import Limits
 
 _WORKSPACE_SHARE = 0.1
 
 
-def memory_budget_bytes(facts: TargetFacts, *, batch: int, verify_width: int) -> int:
+def memory_budget_bytes(*, vocab_size: int, batch: int, verify_width: int) -> int:
     """Bytes the KV pool may take, by default: what the device has free, less a tenth and less the logits of one verify of the largest batch.
 
     A CPU does not say what it has: a quarter of the machine's memory there.
@@ -23,12 +22,16 @@ def memory_budget_bytes(facts: TargetFacts, *, batch: int, verify_width: int) ->
         free = int((stats["bytes_limit"] - stats.get("bytes_in_use", 0)) * (1 - _WORKSPACE_SHARE))
     else:
         free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
-    logits_bytes = batch * verify_width * facts.vocab_size * 4
+    logits_bytes = batch * verify_width * vocab_size * 4
     return free - 2 * logits_bytes  # the logits and one filtered copy of them
 
 
-def num_kv_pages(config: EngineConfig, facts: TargetFacts, limits: Limits, *, verify_width: int) -> int:
+def num_kv_pages(
+    config: EngineConfig, limits: Limits, *, vocab_size: int, kv_bytes_per_token: int, verify_width: int
+) -> int:
     """Pages of the pool: `kv_tokens` if given, else what the memory budget holds, and no more than all rows can use.
+
+    `kv_bytes_per_token` counts every pool that lies at these pages: the target's and the draft's.
 
     Raises:
         ValueError: not even the shortest request fits.
@@ -39,10 +42,10 @@ def num_kv_pages(config: EngineConfig, facts: TargetFacts, limits: Limits, *, ve
         pages, given = config.kv_tokens // page, f"kv_tokens={config.kv_tokens}"
     else:
         budget = config.kv_memory_bytes or memory_budget_bytes(
-            facts, batch=config.max_running, verify_width=verify_width
+            vocab_size=vocab_size, batch=config.max_running, verify_width=verify_width
         )
-        pages = min(budget // (facts.kv_bytes_per_token * page), config.max_running * longest)
-        given = f"kv_memory_bytes={budget} ({facts.kv_bytes_per_token} bytes a token)"
+        pages = min(budget // (kv_bytes_per_token * page), config.max_running * longest)
+        given = f"kv_memory_bytes={budget} ({kv_bytes_per_token} bytes a token)"
     shortest = int(pages_to_finish(np.int32(1), np.int32(2), limits=limits, page_size=page))
     if pages < shortest:
         raise ValueError(

@@ -1,6 +1,7 @@
 """Every compiled program of an engine, built ahead. Calling one can never compile: it is an executable, not a `jit` function."""
 
 import functools
+import itertools
 import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -20,6 +21,7 @@ class DecodeKey(NamedTuple):
 
     batch: int
     table_width: int
+    depth: int
 
 
 class ExtendKey(NamedTuple):
@@ -101,12 +103,12 @@ class Programs:
     ):
         params, shapes = _shapes(worker.params), _shapes(device)
         jobs: dict[DecodeKey | ExtendKey, Callable[[], Program]] = {}
-        for batch in buckets.batch:
-            for width in buckets.table_width:
-                upload = jax.ShapeDtypeStruct((batch, DECODE_COLUMNS + max_new_pages), jnp.int32)
-                jobs[DecodeKey(batch, width)] = functools.partial(
-                    _build, unpack_decode, worker.verify_phase, worker.commit_phase, width, params, shapes, upload
-                )
+        for key in itertools.starmap(DecodeKey, itertools.product(buckets.batch, buckets.table_width, worker.depths)):
+            upload = jax.ShapeDtypeStruct((key.batch, DECODE_COLUMNS + max_new_pages), jnp.int32)
+            verify = functools.partial(worker.verify_phase, depth=key.depth)
+            jobs[key] = functools.partial(
+                _build, unpack_decode, verify, worker.commit_phase, key.table_width, params, shapes, upload
+            )
         for num_tokens in buckets.prefill_tokens:
             rows, width = buckets.prefill_rows, -(-num_tokens // page_size)
             unpack = functools.partial(unpack_extend, num_tokens=num_tokens, num_rows=rows)

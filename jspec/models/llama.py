@@ -189,7 +189,7 @@ def llama_target(
 
 @functools.lru_cache(maxsize=32)
 def _functions(config: LlamaConfig, kernels: str, dtype: Any) -> tuple[Callable[..., Any], ...]:
-    """(init_kv, forward, logits). The same objects for the same arguments, so that models of one shape share their compiled programs."""
+    """(init_kv, forward, logits, embedding, head). The same objects for the same arguments, so that models of one shape share their compiled programs."""
     apply: Callable[..., Any] = Llama(config, dtype, kernels).apply
 
     def init_kv(num_pages: int, page_size: int):
@@ -207,7 +207,13 @@ def _functions(config: LlamaConfig, kernels: str, dtype: Any) -> tuple[Callable[
     def logits(params, hidden: jax.Array) -> jax.Array:
         return apply({"params": params}, hidden, method="logits")
 
-    return init_kv, forward, logits
+    def embedding(params) -> jax.Array:
+        return params["embed"]
+
+    def head(params) -> jax.Array:
+        return params["embed" if config.tie_embeddings else "head"]
+
+    return init_kv, forward, logits, embedding, head
 
 
 def _facts(config: LlamaConfig, dtype: Any) -> TargetFacts:

@@ -33,6 +33,7 @@ class TargetModel(NamedTuple):
     * `init_kv(num_pages, page_size) -> kv_pages`: zeros for page ids `0..num_pages` (page 0 is the sink for padding).
     * `forward(params, batch: ForwardBatch, kv_pages, *, capture_layers: tuple[int, ...] = ()) -> ForwardOutput`.
     * `logits(params, hidden[..., H]) -> f32[..., V]`.
+    * `embedding(params) -> [V, H]` and `head(params) -> [V, H]`: what a draft shares with its target.
     """
 
     facts: TargetFacts
@@ -40,3 +41,5 @@ class TargetModel(NamedTuple):
     init_kv: Callable[..., Any]
     forward: Callable[..., ForwardOutput]
     logits: Callable[..., Any]
+    embedding: Callable[..., Any]
+    head: Callable[..., Any]

@@ -25,9 +25,9 @@ class QueryBlocks(NamedTuple):
     first: jax.Array  # i32[N]  index of the block's first query among the packed queries
     position: jax.Array  # i32[N]  position of the block's first query in its row
     count: jax.Array  # i32[N]  queries in the block; 0: an empty block, which costs nothing
-    ancestors: jax.Array | None = (
-        None  # u32[N, Q] or None  bit j of query i: it sees position `position + j`; None: all up to its own
-    )
+    keys: jax.Array  # i32[N]  keys from `position` on that exist: those of its queries, and of earlier nodes of a tree
+    ancestors: jax.Array | None = None
+    """u32[N, Q] or None: bit j of query i says that it sees key `position + j`; None: all keys up to its own."""
 
 
 class _Work(NamedTuple):
@@ -36,6 +36,7 @@ class _Work(NamedTuple):
     block: jax.Array  # i32[]
     first: jax.Array  # i32[]  of the block
     count: jax.Array  # i32[]  of the block
+    keys: jax.Array  # i32[]  of the block
     tail: jax.Array  # i32[]  position of the first key, counted from the block's first query: negative in the prefix
     is_first: jax.Array  # bool[]  the first pair of its block
     page_ids: jax.Array  # i32[K]
@@ -48,7 +49,7 @@ def _work_list(page_table: jax.Array, blocks: QueryBlocks, page_size: int) -> tu
     page_table = jnp.pad(page_table, ((0, 0), (0, -page_table.shape[1] % key_pages)))
     page_table = page_table.reshape(page_table.shape[0], -1, key_pages)
 
-    key_blocks = jnp.where(blocks.count > 0, -(-(blocks.position + blocks.count) // key_len), 0)
+    key_blocks = jnp.where(blocks.count > 0, -(-(blocks.position + blocks.keys) // key_len), 0)
     ends = jnp.cumsum(key_blocks)
     work = jnp.arange(blocks.row.shape[0] * page_table.shape[1], dtype=jnp.int32)
     block = jnp.minimum(jnp.searchsorted(ends, work, side="right", method="compare_all"), ends.shape[0] - 1).astype(
@@ -59,6 +60,7 @@ def _work_list(page_table: jax.Array, blocks: QueryBlocks, page_size: int) -> tu
         block=block,
         first=blocks.first[block],
         count=blocks.count[block],
+        keys=blocks.keys[block],
         tail=key_block * key_len - blocks.position[block],
         is_first=key_block == 0,
         page_ids=page_table.at[blocks.row[block], key_block].get(mode="clip"),
@@ -109,13 +111,13 @@ def blocked_attention(
         tail = work.tail + jnp.arange(kv.shape[1])
 
         # Both selects matter: a key behind the last may be NaN, and a weight of zero times a NaN value is NaN.
-        values = jnp.where((tail < work.count)[:, None], kv[..., head_dim:], 0.0)
+        values = jnp.where((tail < work.keys)[:, None], kv[..., head_dim:], 0.0)
         if blocks.ancestors is None:
             seen = tail <= jnp.minimum(query, work.count - 1)[:, None]
         else:
             bits = lax.dynamic_index_in_dim(blocks.ancestors, work.block, keepdims=False)[:, None]
             bit = jnp.right_shift(bits, jnp.clip(tail, 0, 31).astype(jnp.uint32)) & 1
-            seen = (tail < 0) | ((bit == 1) & (tail < work.count))
+            seen = (tail < 0) | ((bit == 1) & (tail < work.keys))
         queries = lax.dynamic_slice_in_dim(grouped, work.first, block_len)  # [Q, Hkv, G, D]
         queries = jnp.moveaxis(queries, 1, 0).reshape(num_kv_heads, lines, head_dim)
         scores = jnp.einsum("hmd,hsd->hms", queries, kv[..., :head_dim], preferred_element_type=jnp.float32)

@@ -69,19 +69,24 @@ class ExtendFn(Protocol):
 
 
 class VerifyFn(Protocol):
-    def __call__(self, params: Any, device: DeviceState, inputs: DecodeInputs, *, table_width: int) -> PhaseOutput:
+    def __call__(
+        self, params: Any, device: DeviceState, inputs: DecodeInputs, *, table_width: int, depth: int
+    ) -> PhaseOutput:
         """One step of the rows of `inputs`: resolve, draft, verify, accept, publish.
 
         Reads the frontier and the carry from the FutureMap inside the program. Writes KV at positions `[L, L + alloc_len)` at most, `L` the frontier it
         resolved. Publishes `new_seq_lens = L + accept_lens`; `accept_lens` counts the bonus token. A worker without `commit_phase` also stashes.
 
-        Args: as `ExtendFn`.
+        Args: as `ExtendFn`, and
+            depth: static; how deep this step drafts, one of the worker's `depths`.
         """
 
 
 class CommitFn(Protocol):
     def __call__(self, params: Any, device: DeviceState, inputs: Any, handoff: Any, *, table_width: int) -> DeviceState:
         """What the next forward needs but the scheduler does not: draft extend, injection, recurrent state. Stashes the carry.
+
+        What it must know of the depth of the step is in the shapes of `handoff`.
 
         The host may read the outcome of the first program while this one runs; the boundary between the two is SGLang's `on_publish`.
         """
@@ -110,6 +115,10 @@ class SpecWorker(NamedTuple):
     extend_commit: CommitFn | None  # None: prefill leaves nothing to do after publish
     verify_phase: VerifyFn
     commit_phase: CommitFn | None  # None: a step leaves nothing to do after publish
+    depths: tuple[int, ...] = (
+        0,
+    )  # depths a step can be run at, ascending; the last is what `verify_width` was made for
+    draft_kv_bytes_per_token: int = 0  # of the draft's pool, which lies beside the target's
 
 
 def init_device(sizes: DeviceSizes, *, kv_pages: Any, carry: Any, **parts: Any) -> DeviceState:

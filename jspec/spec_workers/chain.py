@@ -119,7 +119,8 @@ def chain(
         device = dataclasses.replace(device, kv_pages=out.kv_pages, history=history)
         return finish(device, inputs, tokens, jnp.ones_like(inputs.rows), new_seq_lens, status)
 
-    def verify_phase(params, device: DeviceState, inputs: DecodeInputs, *, table_width: int) -> PhaseOutput:
+    def verify_phase(params, device: DeviceState, inputs: DecodeInputs, *, table_width: int, depth: int) -> PhaseOutput:
+        del depth  # it drafts what it finds
         device = apply_decode(device, inputs)
         real = inputs.rows > 0
         seq_lens, carry, fresh = resolve(device.future, inputs.rows, expected_iter=inputs.expected_iter)

@@ -10,31 +10,46 @@ def _slots(page_table, batch_index, positions, page_size):
     return page_table[batch_index, positions // page_size] * page_size + positions % page_size
 
 
-def verify_batch(rows, seq_lens, tokens, page_table, *, page_size: int) -> ForwardBatch:
-    """`W` consecutive tokens a row, from the frontier on.
+def verify_batch(
+    rows, seq_lens, tokens, page_table, *, page_size: int, depths=None, ancestors=None, start: int = 0
+) -> ForwardBatch:
+    """`W` tokens a row, from the frontier on: a chain, or a tree's nodes `start`, `start + 1`, ...
 
     Args:
         rows: i32[B], 0 is padding.
-        seq_lens: i32[B], frontier; the first token of a row sits there.
+        seq_lens: i32[B], frontier; the first token of a chain, the root of a tree, sits there.
         tokens: i32[B, W].
-        page_table: i32[B, P], wide enough for `seq_lens + W`; zero for padding rows.
+        page_table: i32[B, P], wide enough for `seq_lens + start + W`; zero for padding rows.
         page_size: tokens a page holds.
+        depths: i32[B, W] or None, position of a tree's nodes past the frontier. Their KV goes to consecutive slots all the same.
+        ancestors: u32[B, W] or None, see `verify_attention`.
+        start: static, nodes of the tree that are written already.
     """
     b, width = tokens.shape
-    positions = (seq_lens[:, None] + jnp.arange(width, dtype=jnp.int32)).reshape(-1)
+    places = seq_lens[:, None] + start + jnp.arange(width, dtype=jnp.int32)
     index = jnp.repeat(jnp.arange(b, dtype=jnp.int32), width, total_repeat_length=b * width)
     real = rows > 0
+    positions = places if depths is None else seq_lens[:, None] + depths
     return ForwardBatch(
         input_ids=tokens.reshape(-1),
-        positions=positions,
-        slots=jnp.where(real[index], _slots(page_table, index, positions, page_size), 0),
+        positions=positions.reshape(-1),
+        slots=jnp.where(real[index], _slots(page_table, index, places.reshape(-1), page_size), 0),
         rows=rows,
         prefix_lens=seq_lens,
         extend_lens=jnp.where(real, width, 0).astype(jnp.int32),
         page_table=page_table,
+        ancestors=ancestors,
         forward_mode=ForwardMode.TARGET_VERIFY if width > 1 else ForwardMode.DECODE,
         query_len=width,
     )
+
+
+def row_slots(rows, positions, page_table, *, page_size: int):
+    """`i32[B, W]` KV slots of `positions: i32[B, W]`; 0 (the sink) in padding rows."""
+    b, width = positions.shape
+    index = jnp.repeat(jnp.arange(b, dtype=jnp.int32), width, total_repeat_length=b * width)
+    slots = _slots(page_table, index, positions.reshape(-1), page_size).reshape(b, width)
+    return jnp.where((rows > 0)[:, None], slots, 0)
 
 
 def extend_batch(inputs: ExtendInputs, *, page_size: int) -> tuple[ForwardBatch, jnp.ndarray]:
@@ -64,3 +79,9 @@ def token_rows(batch: ForwardBatch) -> jnp.ndarray:
     ends = jnp.cumsum(batch.extend_lens)
     index = jnp.searchsorted(ends, jnp.arange(batch.positions.shape[0], dtype=jnp.int32), side="right")
     return jnp.where(batch.slots > 0, batch.rows[jnp.minimum(index, batch.rows.shape[0] - 1)], 0)
+
+
+def next_tokens(input_ids, batch: ForwardBatch, last, tokens):
+    """`i32[T]`: the successor of each packed token in its row; `tokens: i32[B]` follow the rows' last ones, at `last: i32[B]`."""
+    last = jnp.where(batch.extend_lens > 0, last, input_ids.shape[0])  # of padding rows: dropped
+    return jnp.roll(input_ids, -1).at[last].set(tokens, mode="drop")

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-TARGET_TOKEN = 0
-"""Purpose of a key: the target's own token at a position. Other purposes (a draft's token, an accept coin) take other numbers."""
+TARGET_TOKEN, DRAFT_TOKEN, ACCEPT_COIN = 0, 1, 2
+"""Purposes of a key: the target's own token at a position, a draft's token there, the coin that accepts the draft."""
 
 
 @jax.tree_util.register_dataclass
@@ -92,6 +92,13 @@ def filter_logits(logits, *, top_k, top_p, min_p):
         lambda: jnp.full(logits.shape, True),
     )
     return jnp.where(keep & (weights >= min_p), logits, -jnp.inf)
+
+
+def filtered_probs(sampling: SamplingState, row, logits):
+    """`f32[V]`: the distribution that row `row` (not greedy) draws from, given `f32[V]` logits: temperature, then the filters, renormalised."""
+    scaled = logits / jnp.maximum(sampling.temperature[row], 1e-6)
+    filters = {name: getattr(sampling, name)[row] for name in ("top_k", "top_p", "min_p")}
+    return jax.nn.softmax(filter_logits(scaled, **filters))
 
 
 def _sample_one(logits, temperature, top_k, top_p, min_p, seed, position):

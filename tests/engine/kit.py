@@ -88,7 +88,9 @@ def oracle_accept_lens(token: int, num_tokens: int, width: int = 5) -> list[int]
 
 def build(target, algorithm: str = "plain", worker=None, **settings) -> Engine:
     """A small engine that checks every invariant after every transition; one program of each kind unless `settings` ask for more."""
-    defaults = dict(page_size=16, max_running=4, checked=True, num_draft_tokens=5)
+    defaults = dict(page_size=16, max_running=4, checked=True)
+    if algorithm == "ngram":
+        defaults["num_draft_tokens"] = 5
     settings = {**defaults, **settings}
     settings.setdefault("batch_buckets", (settings["max_running"],))
     settings.setdefault("prefill_buckets", (settings.get("context_len", target.facts.context_len),))

@@ -29,10 +29,12 @@ def prefill_attention_reference(
         jnp.int32
     )
     offset = (block - (block_ends - row_blocks)[row]) * block_len  # of the block's first query in its row
+    count = jnp.clip(query_lens[row] - offset, 0, block_len)
     blocks = QueryBlocks(
         row=row,
         first=(jnp.cumsum(query_lens) - query_lens)[row] + offset,
         position=prefix_lens[row] + offset,
-        count=jnp.clip(query_lens[row] - offset, 0, block_len),
+        count=count,
+        keys=count,
     )
     return blocked_attention(q, pages, page_table, blocks, block_len=block_len, layer=layer, scale=scale)

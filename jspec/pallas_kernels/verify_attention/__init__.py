@@ -8,7 +8,7 @@ from .validate import BACKENDS, validate_dynamic, validate_static
 __all__ = ["BACKENDS", "validate_dynamic", "verify_attention"]
 
 # The layer is an argument of the traced function, so that a model of many layers traces it once.
-_reference = jax.jit(verify_attention_reference, static_argnames=("scale",))
+_reference = jax.jit(verify_attention_reference, static_argnames=("scale", "query_start"))
 
 
 def verify_attention(
@@ -21,6 +21,7 @@ def verify_attention(
     layer: int,
     scale: float,
     ancestors: jax.Array | None = None,
+    query_start: int = 0,
     backend: str = "xla",
 ) -> jax.Array:
     """Attends the `W` query tokens of each row to its pages. Query `w` of row `b` is at position `prefix_lens[b] + w`, its own KV already written.
@@ -35,6 +36,8 @@ def verify_attention(
       scale: factor on the scores, static.
       ancestors: u32[B, W] or None. None: a chain, query `w` sees positions `[0, prefix_lens[b] + w]`. Otherwise a tree: it sees the whole
         prefix, and position `prefix_lens[b] + j` where bit `j` is set; a node is its own ancestor.
+      query_start: static; nodes of the tree that earlier calls have written. Query `w` is node `query_start + w`, and its KV lies at position
+        `prefix_lens[b] + query_start + w`: a tree can be grown level by level.
       backend: "xla".
 
     Returns: [B, W, Hq, D] in q's dtype; scores, softmax and sums are in f32. Zeros for queries `w >= query_lens[b]`.
@@ -42,7 +45,25 @@ def verify_attention(
     Raises:
       ValueError: while tracing, for shapes, dtypes or sizes that the backend cannot take.
     """
-    validate_static(q, pages, page_table, prefix_lens, query_lens, ancestors, layer=layer, backend=backend)
+    validate_static(
+        q,
+        pages,
+        page_table,
+        prefix_lens,
+        query_lens,
+        ancestors,
+        layer=layer,
+        query_start=query_start,
+        backend=backend,
+    )
     return _reference(
-        q, pages, page_table, prefix_lens, query_lens, layer=layer, scale=float(scale), ancestors=ancestors
+        q,
+        pages,
+        page_table,
+        prefix_lens,
+        query_lens,
+        layer=layer,
+        scale=float(scale),
+        ancestors=ancestors,
+        query_start=query_start,
     )

@@ -13,7 +13,16 @@ MAX_NODES = 32
 
 
 def validate_static(
-    q: Any, pages: Any, page_table: Any, prefix_lens: Any, query_lens: Any, ancestors: Any, *, layer: int, backend: str
+    q: Any,
+    pages: Any,
+    page_table: Any,
+    prefix_lens: Any,
+    query_lens: Any,
+    ancestors: Any,
+    *,
+    layer: int,
+    backend: str,
+    query_start: int = 0,
 ) -> None:
     """Raises ValueError for shapes, dtypes and sizes that the backend cannot take."""
     check_backend(backend, BACKENDS, "verify_attention")
@@ -23,12 +32,15 @@ def validate_static(
     check_heads(q, pages)
     batch, width = q.shape[:2]
     check_rows(page_table, prefix_lens, query_lens, batch)
-    if ancestors is not None:
-        check_array("ancestors", ancestors, (batch, width), np.uint32, "one word of bits a node")
-        if width > MAX_NODES:
-            raise ValueError(
-                f"{ancestors.shape=} must have at most {MAX_NODES} nodes a row: a node's ancestors are the bits of one word"
-            )
+    if ancestors is None:
+        if query_start:
+            raise ValueError(f"{query_start=} needs ancestors: a chain starts later by a longer prefix_lens")
+        return
+    check_array("ancestors", ancestors, (batch, width), np.uint32, "one word of bits a node")
+    if query_start < 0 or query_start + width > MAX_NODES:
+        raise ValueError(
+            f"{query_start=} and {ancestors.shape=} must name at most {MAX_NODES} nodes a row: a node's ancestors are the bits of one word"
+        )
 
 
 def validate_dynamic(

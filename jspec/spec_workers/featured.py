@@ -1,0 +1,159 @@
+"""What the workers with a draft model share: the target's forwards, which hand its features to a second program, and how a run is published."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jspec.future_map import publish, resolve
+from jspec.models.draft import DraftModel
+from jspec.models.target import TargetModel
+from jspec.spec_workers.accept import accept_chain, accept_rejection
+from jspec.spec_workers.base import DeviceState, PhaseOutput
+from jspec.spec_workers.forward import extend_batch, verify_batch
+from jspec.spec_workers.sampling import sample
+from jspec.spec_workers.upload import DecodeInputs, ExtendInputs, apply_decode, apply_extend, pack_outcome
+from jspec.state.results import RowStatus
+
+
+class ExtendHandoff(NamedTuple):
+    """From a prefill to the draft's."""
+
+    tokens: Any  # i32[B]  first tokens
+    captured: Any  # [T, M, H]  the target's hidden states after the captured layers
+    hidden: Any  # [T, H]  and after its final norm
+
+
+class Handoff(NamedTuple):
+    """From a verify to its draft extend. `O` is the most tokens this verify could emit."""
+
+    seq_lens: Any  # i32[B]  frontier before the verify
+    tokens: Any  # i32[B, O]  emitted; past `accept_lens` meaningless
+    accept_lens: Any  # i32[B]
+    captured: Any  # [B, O, M, H]  features along the accepted path
+    hidden: Any  # [B, O, H]
+
+
+class Start(NamedTuple):
+    """What a verify begins with."""
+
+    device: DeviceState  # the upload applied
+    page_table: Any  # i32[B, P]
+    seq_lens: Any  # i32[B]
+    carry: Any
+    fresh: Any  # bool[B]
+    num_drafts: Any  # i32[B]  drafts that count; 0 where the draft's context is at its end: the row decodes on
+
+
+def check_pair(target: TargetModel, draft: DraftModel) -> None:
+    """Raises ValueError where `draft` was not made for such a target."""
+    for field in ("hidden_size", "vocab_size"):
+        ours, theirs = getattr(draft.facts, field), getattr(target.facts, field)
+        if ours != theirs:
+            raise ValueError(
+                f"the draft's {field}={ours}, the target's is {theirs}: choose a draft made for this target"
+            )
+    if any(layer >= target.facts.num_layers for layer in draft.facts.capture_layers):
+        raise ValueError(
+            f"the draft reads target layers {draft.facts.capture_layers}, but the target has {target.facts.num_layers}: choose a draft made for it"
+        )
+
+
+def prefill(target: TargetModel, params, device: DeviceState, inputs: ExtendInputs, layers) -> PhaseOutput:
+    """The target's part of a prefill: forward, sample, PUBLISH."""
+    device = apply_extend(device, inputs)
+    batch, last = extend_batch(inputs, page_size=device.page_size)
+    out = target.forward(params, batch, device.kv_pages, capture_layers=layers)
+    logits = target.logits(params, out.hidden[last])[:, None, :]
+    new_seq_lens = inputs.prefix_lens + inputs.extend_lens
+    tokens, finite = sample(device.sampling, inputs.rows, logits, new_seq_lens[:, None])
+    future = publish(device.future, inputs.rows, new_seq_lens, forward_iter=inputs.forward_iter)
+    status = jnp.where(finite[:, 0] | (inputs.rows == 0), RowStatus.OK, RowStatus.NOT_FINITE)
+    device = dataclasses.replace(device, kv_pages=out.kv_pages, future=future)
+    outcome = pack_outcome(tokens, jnp.ones_like(inputs.rows), new_seq_lens, status)
+    return PhaseOutput(device, outcome, ExtendHandoff(tokens[:, 0], out.captured, out.hidden))
+
+
+def start(device: DeviceState, inputs: DecodeInputs, *, table_width: int, depth: int, context_len: int) -> Start:
+    """Applies the upload and reads the relay. `depth` drafts need positions up to `context_len`, the draft's."""
+    device = apply_decode(device, inputs)
+    seq_lens, carry, fresh = resolve(device.future, inputs.rows, expected_iter=inputs.expected_iter)
+    num_drafts = jnp.where((inputs.rows > 0) & (seq_lens + depth <= context_len), depth, 0)
+    return Start(device, device.page_table[inputs.rows, :table_width], seq_lens, carry, fresh, num_drafts)
+
+
+def verify_chain(
+    target: TargetModel,
+    params,
+    begun: Start,
+    inputs: DecodeInputs,
+    candidates,
+    draft_probs,
+    *,
+    layers,
+    output_stride: int,
+) -> PhaseOutput:
+    """Verify, accept, PUBLISH.
+
+    Args:
+        target: the model.
+        params: its weights.
+        begun: from `start`.
+        inputs: the step's.
+        candidates: i32[B, W], the pending token and the drafts.
+        draft_probs: f32[B, W - 1, V], the distributions that drafts of sampling rows were drawn from: they are accepted by `accept_rejection`. None where
+            drafts are the draft's best tokens.
+        layers: the target's captured layers.
+        output_stride: token columns of the outcome.
+    """
+    rows, (batch_size, width) = inputs.rows, candidates.shape
+    device, page_table, seq_lens, _, _, num_drafts = begun
+    batch = verify_batch(rows, seq_lens, candidates, page_table, page_size=device.page_size)
+    out = target.forward(params, batch, device.kv_pages, capture_layers=layers)
+    logits = target.logits(params, out.hidden).reshape(batch_size, width, -1)
+    place = jnp.arange(width, dtype=jnp.int32)
+    positions = seq_lens[:, None] + 1 + place
+    by_rejection = (device.sampling.temperature[rows] > 0) & (draft_probs is not None)
+    # Rows that go by rejection are decided below; their tokens here are not looked at.
+    active = (place <= num_drafts[:, None]) & ~by_rejection[:, None]
+    tokens, finite = sample(device.sampling, rows, logits, positions, active)
+    accept_lens = accept_chain(candidates, tokens, num_drafts)
+    if draft_probs is not None:
+        tokens, accept_lens = jax.lax.cond(
+            jnp.any(by_rejection),
+            lambda: _select(
+                by_rejection,
+                accept_rejection(device.sampling, rows, candidates, logits, draft_probs, num_drafts, positions),
+                (tokens, accept_lens),
+            ),
+            lambda: (tokens, accept_lens),
+        )
+    captured, hidden = (x.reshape(batch_size, width, *x.shape[1:]) for x in (out.captured, out.hidden))
+    begun = begun._replace(device=dataclasses.replace(device, kv_pages=out.kv_pages))
+    handoff = Handoff(seq_lens, tokens, accept_lens, captured, hidden)
+    return publish_run(begun, inputs, handoff, finite, output_stride=output_stride)
+
+
+def _select(chosen, ours, others):
+    """Row by row, `ours` where `chosen: bool[B]`."""
+    return tuple(jnp.where(chosen.reshape(-1, *[1] * (a.ndim - 1)), a, b) for a, b in zip(ours, others, strict=True))
+
+
+def publish_run(begun: Start, inputs: DecodeInputs, handoff: Handoff, finite, *, output_stride: int) -> PhaseOutput:
+    """PUBLISHES the frontier after an accepted run, and packs the outcome. `finite: bool[B, O]`: of the logits along the run."""
+    tokens, accept_lens = handoff.tokens, handoff.accept_lens
+    new_seq_lens = begun.seq_lens + accept_lens
+    future = publish(begun.device.future, inputs.rows, new_seq_lens, forward_iter=inputs.forward_iter)
+    finite = jnp.all(finite | (jnp.arange(tokens.shape[1]) >= accept_lens[:, None]), axis=1)
+    status = jnp.where(begun.fresh, jnp.where(finite, RowStatus.OK, RowStatus.NOT_FINITE), RowStatus.STALE_RELAY)
+    status = jnp.where(inputs.rows > 0, status, RowStatus.OK)
+    columns = jnp.pad(tokens, ((0, 0), (0, output_stride - tokens.shape[1])))
+    outcome = pack_outcome(columns, accept_lens, new_seq_lens, status)
+    return PhaseOutput(dataclasses.replace(begun.device, future=future), outcome, handoff)
+
+
+def widen(draft: DraftModel, params, probs):
+    """f32[..., V]: distributions over the draft's vocabulary as ones over the target's; 0 at tokens that the draft cannot propose."""
+    ids = draft.token_ids(params, jnp.arange(probs.shape[-1], dtype=jnp.int32))
+    return jnp.zeros((*probs.shape[:-1], draft.facts.vocab_size), probs.dtype).at[..., ids].set(probs)
