@@ -8,6 +8,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from jspec.cli_train import app as train
 from jspec.config import EngineConfig, SamplingParams
 
 app = typer.Typer(
@@ -18,12 +19,23 @@ app = typer.Typer(
 )
 bench = typer.Typer(help="Measure the engine.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
+app.add_typer(train, name="train")
 
 Model = Annotated[str, typer.Option(help='A GGUF file, a Hugging Face directory, or "smollm2".')]
-Algorithm = Annotated[str, typer.Option(help='"ngram" (prompt lookup) or "plain" (no speculation).')]
+Algorithm = Annotated[
+    str,
+    typer.Option(
+        help='"eagle3", "eagle" or "multi-layer-eagle" (draft models), "ngram" (prompt lookup), "plain" (no speculation).'
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard output and nothing else there.")]
 PageSize = Annotated[int, typer.Option(help="Tokens a KV page holds.")]
-DraftTokens = Annotated[int, typer.Option(help="Verify width: the pending token and the drafts.")]
+DraftTokens = Annotated[int | None, typer.Option(help="Verify width: the pending token and the drafts.")]
+NumSteps = Annotated[int | None, typer.Option(help="Depth of an EAGLE draft.")]
+TopK = Annotated[int, typer.Option("--topk", help="Children of a node of an EAGLE draft tree; 1 drafts a chain.")]
+Draft = Annotated[
+    str | None, typer.Option(help="Directory of a draft model. By default the one that comes with jspec for the model.")
+]
 MaxNewTokens = Annotated[int, typer.Option(help="Most tokens a prompt may get.")]
 
 
@@ -89,7 +101,16 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="Fixes every request's tokens, whatever runs beside it.")] = None,
     stop_token_id: Annotated[list[int] | None, typer.Option(help="A token that ends a request; repeatable.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Decode to --max-new-tokens.")] = False,
-    num_draft_tokens: DraftTokens = EngineConfig.num_draft_tokens,
+    draft: Draft = None,
+    num_steps: NumSteps = None,
+    topk: TopK = 1,
+    num_draft_tokens: DraftTokens = None,
+    rejection_sampling: Annotated[
+        bool, typer.Option("--rejection-sampling", help="Draw drafts from the draft's distribution, accept by ratio.")
+    ] = False,
+    adaptive_steps: Annotated[
+        str, typer.Option(help='Draft depths to choose among, by batch size: "1:1,3,5 8:0,1,3".')
+    ] = "",
     context_len: Annotated[int | None, typer.Option(help="Longest prompt + output; by default what is needed.")] = None,
     page_size: PageSize = EngineConfig.page_size,
     max_running: Annotated[int, typer.Option(help="Requests decoded at the same time.")] = EngineConfig.max_running,
@@ -128,7 +149,12 @@ def generate(
         config = EngineConfig(
             model=model,
             algorithm=algorithm,
+            draft=draft,
+            num_steps=num_steps,
+            topk=topk,
             num_draft_tokens=num_draft_tokens,
+            rejection_sampling=rejection_sampling,
+            adaptive_steps=_adaptive_steps(adaptive_steps),
             page_size=page_size,
             max_running=max_running,
             context_len=context_len,
@@ -141,6 +167,17 @@ def generate(
             prompt or [], prompt_file, chat=chat, config=config, params=params, progress=_progress, error=_error
         )
     raise typer.Exit(0 if generation.run(stream=stream, as_json=as_json) else 1)
+
+
+def _adaptive_steps(text: str) -> Any:
+    """`adaptive_steps` from "1:1,3,5 8:0,1,3"."""
+    try:
+        slots = [slot.split(":") for slot in text.split()]
+        return tuple((int(first), tuple(int(depth) for depth in depths.split(","))) for first, depths in slots)
+    except ValueError:
+        raise ValueError(
+            f'adaptive_steps={text!r} must read like "1:1,3,5 8:0,1,3": batch size, colon, depths, with a space between slots'
+        ) from None
 
 
 def _show(as_json: bool, record: dict[str, Any], tables: Any) -> None:
@@ -176,13 +213,16 @@ def bench_host(
 @bench.command("decode")
 def bench_decode(
     model: Model = "smollm2",
-    algorithms: Annotated[str, typer.Option(help="Comma-separated; plain always runs.")] = "plain,ngram",
+    algorithms: Annotated[
+        str, typer.Option(help='Comma-separated; plain always runs. With options: "eagle3:topk=4:num_steps=3".')
+    ] = "plain,ngram,eagle3",
+    draft: Draft = None,
     prompts: Annotated[list[str] | None, typer.Option(help="bundled, mt-bench, humaneval or all; repeatable.")] = None,
     num_prompts: Annotated[int | None, typer.Option(help="First prompts of each set; all by default.")] = None,
     max_new_tokens: MaxNewTokens = 128,
     batch: Annotated[int, typer.Option(help="Prompts decoded at the same time.")] = 1,
     page_size: PageSize = EngineConfig.page_size,
-    num_draft_tokens: DraftTokens = EngineConfig.num_draft_tokens,
+    num_draft_tokens: DraftTokens = None,
     repeat: Annotated[int, typer.Option(help="Times each prompt is decoded.")] = 1,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Decode to --max-new-tokens.")] = False,
     raw: Annotated[bool, typer.Option("--raw", help="Prompts as they are, not as a user's message.")] = False,
@@ -204,7 +244,9 @@ def bench_decode(
             num_prompts=num_prompts,
             algorithms=tuple(name.strip() for name in algorithms.split(",")),
             params=SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=ignore_eos),
-            config=EngineConfig(model=model, page_size=page_size, max_running=batch, num_draft_tokens=num_draft_tokens),
+            config=EngineConfig(
+                model=model, page_size=page_size, max_running=batch, num_draft_tokens=num_draft_tokens, draft=draft
+            ),
             chat=False if raw else None,
             repeat=repeat,
             bare=bare,
@@ -218,8 +260,8 @@ def bench_decode(
 @app.command()
 def demo(
     model: Model = "smollm2",
-    algorithm: Algorithm = "ngram",
-    num_prompts: Annotated[int | None, typer.Option(help="First prompts of the bundled ones; all by default.")] = None,
+    algorithm: Algorithm = "eagle3",
+    num_prompts: Annotated[int | None, typer.Option(help="Of the bundled ones, evenly spaced; all by default.")] = None,
     max_new_tokens: MaxNewTokens = 80,
 ) -> None:
     """Decode the bundled prompts with and without speculation: the text as it comes, then both in figures."""

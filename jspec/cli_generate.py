@@ -14,6 +14,7 @@ from jspec.engine import Engine, RequestOutput
 from jspec.engine.meters import Meters
 from jspec.models.loading import load_model
 from jspec.models.tokenizer import Tokenizer, TokenStream
+from jspec.spec_workers import check_algorithm
 
 SUMMARY_KEYS = (
     "tokens",
@@ -111,6 +112,7 @@ class Generation:
             raise ValueError("no prompt: give --prompt or --prompt-file")
         self._prompts = [AskedPrompt(f"r{i}", prompt.text, prompt.where) for i, prompt in enumerate(found, 1)]
         self._params, self._error, self._ok = params, error, True
+        check_algorithm(config)
         loaded = load_model(config.model, kernels=config.kernels)
         self._tokenizer: Tokenizer = check_readable(loaded, chat)
         longest = config.context_len or loaded.target.facts.context_len

@@ -28,7 +28,10 @@ ANYTHING = {"__init__", "cli", "engine", "bench", "trace", "training"}
 KERNELS_NEED = {"jax", "numpy"}
 """Beside the standard library, all that `pallas_kernels` may use."""
 
-SHARED_BY_WORKERS = {"__init__", "accept", "base", "chain", "forward", "sampling", "upload"}
+SHARED_BY_WORKERS = {
+    *("__init__", "accept", "base", "chain", "draft_sampling", "eagle_sizes"),
+    *("featured", "forward", "sampling", "tree", "upload"),
+}
 """Every other file of `spec_workers` is a worker, and no worker imports another. A new file that workers share is named here."""
 
 

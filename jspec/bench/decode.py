@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from jspec.bench.decode_bare import BareLoop, read_llama_config
+from jspec.bench.decode_bare import BareLoop
 from jspec.bench.decode_compare import Difference, first_difference
 from jspec.bench.decode_curve import verify_costs
 from jspec.bench.decode_report import BARE, PLAIN, DecodeBench, measure_contender
@@ -14,7 +14,7 @@ from jspec.bench.prompts import PromptSet, check_readable, encode_prompt, load_p
 from jspec.config import EngineConfig, SamplingParams
 from jspec.engine import Emission, Engine
 from jspec.models.loading import LoadedModel, load_model
-from jspec.spec_workers import ALGORITHMS
+from jspec.spec_workers import ALGORITHMS, for_algorithm
 
 WARM_UP_TOKENS = 4
 
@@ -34,7 +34,8 @@ class DecodeJob:
     """Of every engine, but for algorithm and context length. As many prompts run at once as `max_running`."""
     params: SamplingParams = dataclasses.field(default_factory=SamplingParams)  # greedy
     algorithms: tuple[str, ...] = (PLAIN, "ngram")
-    """In the order they take turns. Plain runs even if it is not named: the others are measured against it."""
+    """In the order they take turns. Plain runs even if it is not named: the others are measured against it. An algorithm may carry options of its own, so that
+    one can run against itself: "eagle3:topk=4:num_steps=3"."""
     prompt_sets: tuple[str, ...] = ("bundled",)
     num_prompts: int | None = None  # of each set
     chat: bool | None = None  # as `encode_prompt`
@@ -46,8 +47,27 @@ class DecodeJob:
         if self.repeat < 1:
             raise ValueError(f"repeat={self.repeat} must be at least 1")
         for name in self.algorithms:
-            if name not in ALGORITHMS:
-                raise ValueError(f"algorithms: {name!r} is unknown: choose among {', '.join(ALGORITHMS)}")
+            contender_config(self.config, name)
+
+
+def contender_config(config: EngineConfig, name: str) -> EngineConfig:
+    """`config` for the contender `name`: an algorithm, then perhaps ":field=value" of `EngineConfig`, integers only.
+
+    Raises:
+        ValueError: the algorithm or a field is unknown, or a value is no integer.
+    """
+    algorithm, *options = name.split(":")
+    if algorithm not in ALGORITHMS:
+        raise ValueError(f"algorithms: {algorithm!r} is unknown: choose among {', '.join(ALGORITHMS)}")
+    config, given = for_algorithm(config, algorithm), {}
+    for option in options:
+        field, _, value = option.partition("=")
+        if field not in ("num_steps", "topk", "num_draft_tokens") or not value.isdigit():
+            raise ValueError(
+                f"algorithms: {option!r} in {name!r} must be num_steps, topk or num_draft_tokens, '=' and a number"
+            )
+        given[field] = int(value)
+    return dataclasses.replace(config, **given)
 
 
 class Prepared(NamedTuple):
@@ -99,7 +119,7 @@ def run_decode(
     batch, names = config.max_running, list(engines)
     loop = None
     if job.bare and batch == 1:
-        loop = BareLoop(read_llama_config(config.model), target.params, cache_len=config.context_len or 0)
+        loop = BareLoop(target.config, target.params, cache_len=config.context_len or 0)
         names.append(BARE)
     runs: dict[str, list[Run]] = {name: [] for name in names}
 
@@ -150,7 +170,7 @@ def _build_engines(prepared: Prepared, progress) -> dict[str, Engine]:
     algorithms = dict.fromkeys(named if PLAIN in named else (PLAIN, *named))
     return {
         name: Engine(
-            dataclasses.replace(prepared.config, algorithm=name),
+            contender_config(prepared.config, name),
             target=prepared.loaded.target,
             tokenizer=prepared.loaded.tokenizer,
             progress=progress,

@@ -1,9 +1,7 @@
 """The bare loop as a contender of `jspec bench decode`: compiled once, run on many prompts."""
 
-import json
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,23 +11,10 @@ import numpy as np
 from jspec.bench.bare_decode import bare_step, init_caches
 from jspec.bench.decode_run import Run
 from jspec.engine.meters import compiles
-from jspec.models.gguf import config_from_gguf
-from jspec.models.gguf_file import read_gguf
-from jspec.models.huggingface_config import config_from_huggingface
 from jspec.models.llama import LlamaConfig
-from jspec.models.loading import SMOLLM2, find_smollm2
 
 CHUNKS = (64, 8, 1)
 """Sizes a prompt is fed in, largest first: three programs serve every length, and the last is the decode step."""
-
-
-def read_llama_config(model: str) -> LlamaConfig:
-    """The sizes of a model that `load_model` takes; reads no weights."""
-    where = find_smollm2() if model == SMOLLM2 else Path(model)
-    if where.is_dir():
-        file = where / "config.json"
-        return config_from_huggingface(str(file), json.loads(file.read_text("utf-8")), ())
-    return config_from_gguf(read_gguf(where))
 
 
 class BareLoop:

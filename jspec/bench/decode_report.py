@@ -30,6 +30,7 @@ class Contender:
     host_ms: float | None
     run_ahead: float | None
     outputs: int
+    speedup_per_accept: float  # speed-up over accept length: what the cost of a verify leaves of it
     identical: int  # outputs equal to plain's, token for token
     near_ties: int  # outputs whose first difference is a near tie
     compiles_after_warmup: int
@@ -80,6 +81,8 @@ def measure_contender(
     plain_seconds = sum(run.decode_s for run in plain)
     plain_tokens_per_s = sum(run.decode_tokens for run in plain) / plain_seconds if plain_seconds else 0.0
     ratios = [r.tokens_per_s / p.tokens_per_s for r, p in zip(runs, plain, strict=True) if p.tokens_per_s]
+    speedup = tokens_per_s / plain_tokens_per_s if plain_tokens_per_s else 0.0
+    accept_length = tokens / verifies if verifies else 0.0
     exposed, outputs = _weighted(runs, "exposed_host_ms_per_iteration"), sum(len(run.token_ids) for run in runs)
     return Contender(
         algorithm=algorithm,
@@ -88,9 +91,10 @@ def measure_contender(
         verifies=verifies,
         tokens_per_s=tokens_per_s,
         step_ms=step_ms,
-        speedup=tokens_per_s / plain_tokens_per_s if plain_tokens_per_s else 0.0,
+        speedup=speedup,
         median_speedup=statistics.median(ratios) if ratios else 0.0,
-        accept_length=tokens / verifies if verifies else 0.0,
+        accept_length=accept_length,
+        speedup_per_accept=speedup / accept_length if accept_length else 0.0,
         exposed_host_ms=exposed,
         exposed_host_percent=100 * exposed / step_ms if exposed is not None and step_ms else None,
         host_ms=_weighted(runs, "host_ms_per_iteration"),

@@ -1,4 +1,4 @@
-"""The demo: the bundled prompts decoded with speculation, as one watches, and without; then both in figures."""
+"""The demo: the bundled prompts decoded with speculation, as one watches, and without; then all in figures."""
 
 import textwrap
 from collections.abc import Callable, Iterable
@@ -14,7 +14,7 @@ from jspec.models.tokenizer import TokenStream
 
 
 def _printer(out, prepared: Prepared, algorithm: str) -> Watch:
-    """Prints the text of one algorithm as it comes; the other decodes in silence."""
+    """Prints the text of one algorithm as it comes; the others decode in silence."""
     tokenizer = prepared.loaded.tokenizer
     assert tokenizer is not None
     streams: dict[int, TokenStream] = {}
@@ -53,7 +53,7 @@ def run_demo(
     job = DecodeJob(
         config=EngineConfig(model=model, max_running=1),
         params=SamplingParams(max_new_tokens=max_new_tokens),
-        algorithms=(algorithm, PLAIN),
+        algorithms=tuple(dict.fromkeys((PLAIN, "ngram", algorithm))),
         num_prompts=num_prompts,
         bare=False,
         curve=False,
@@ -67,8 +67,8 @@ def run_demo(
     out.print()
     out.print(speed_table(f"{bench.model}, greedy, {len(prepared.prompts)} prompts", bench.contenders, goals=False))
     out.print(SPEED_NOTE, style="dim")
-    speculative = bench.contenders[-1]
-    verdict = "yes" if speculative.identical == speculative.outputs else "no"
-    ties = f" ({speculative.near_ties} near ties)" if speculative.near_ties else ""
+    verdict = "yes" if all(c.identical == c.outputs for c in bench.contenders) else "no"
+    near_ties = sum(c.near_ties for c in bench.contenders)
+    ties = f" ({near_ties} near ties)" if near_ties else ""
     out.print(f"\nidentical output: {verdict}{ties}", style="bold green" if bench.lossless else "bold red")
     return bench.lossless

@@ -47,6 +47,7 @@ def _identical(contender: Contender) -> str:
 def speed_table(title: str, contenders: Sequence[Contender], *, goals: bool) -> Table:
     """Plain against speculative. `goals` adds what the project wants to reach."""
     goal = {
+        "speed-up / accept length": ">= 0.85 on a TPU",
         "exposed host time": "< 2 % of a step",
         "run-ahead": "1.000",
         "compiles after warm-up": "0",
@@ -62,6 +63,7 @@ def speed_table(title: str, contenders: Sequence[Contender], *, goals: bool) -> 
     row("speed-up over plain", [_number(c.speedup, 2, "x") for c in contenders])
     row("  median of the prompts", [_number(c.median_speedup, 2, "x") for c in contenders])
     row("accept length", [_number(c.accept_length, 2) for c in contenders])
+    row("speed-up / accept length", [_number(c.speedup_per_accept, 2) for c in contenders])
     row("verifies", [str(c.verifies) for c in contenders])
     row("k (drafts a verify)", [str(c.k) for c in contenders])
     row("exposed host time", [_number(c.exposed_host_ms, 3, " ms") for c in contenders])

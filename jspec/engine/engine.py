@@ -7,7 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from jspec.config import MAX_STOP_TOKEN_IDS, EngineConfig, SamplingParams
+from jspec.config import EngineConfig, SamplingParams
+from jspec.engine.adaptive import after_settle, depth_of
+from jspec.engine.admission import Prompt, check_request, tokenize
 from jspec.engine.buckets import fit, make_buckets
 from jspec.engine.logs import Request, TokenLogs
 from jspec.engine.meters import Meters
@@ -25,14 +27,11 @@ from jspec.scheduler import (
     abort,
     initial_depths,
     max_new_pages,
-    observe,
-    pages_to_finish,
     plan,
     settle_oldest,
-    slot_of,
     submit,
 )
-from jspec.spec_workers import SpecWorker, build_worker
+from jspec.spec_workers import SpecWorker, build_worker, check_algorithm
 from jspec.spec_workers.base import DeviceSizes, DeviceState
 from jspec.spec_workers.upload import RowSampling, pack_decode, pack_extend, unpack_outcome
 from jspec.state.batches import ForwardMode, ScheduleBatch
@@ -42,8 +41,6 @@ from jspec.state.ledger import total_pages
 from jspec.state.requests import FinishReason, Waiting
 from jspec.state.results import GenerationBatchResult, Launched, RowStatus
 from jspec.state.scheduler_state import Limits, SchedulerState, init_state
-
-Prompt = str | Sequence[int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +80,8 @@ class Engine:
         self.config = config = config or EngineConfig()
         if config.compilation_cache:
             use_compilation_cache()
+        if worker is None:
+            check_algorithm(config)
         if target is None:
             loaded = load_model(config.model, kernels=config.kernels)
             target, tokenizer = loaded.target, tokenizer or loaded.tokenizer
@@ -177,8 +176,16 @@ class Engine:
             TypeError, ValueError: the request cannot run: field, value, rule. Nothing has changed, for anybody.
         """
         params = params or SamplingParams()
-        tokens = self._tokenize(prompt)
-        max_new_tokens = self._check(tokens, params)
+        tokens = tokenize(prompt, self.tokenizer)
+        pages = total_pages(self._loop.state.ledger)
+        max_new_tokens = check_request(
+            tokens,
+            params,
+            facts=self.target.facts,
+            limits=self.limits,
+            page_size=self.config.page_size,
+            num_pages=pages,
+        )
         serial = self._num_submitted + 1
         rid = rid if rid is not None else f"r{serial}"
         if rid in self._serial_by_rid:
@@ -272,7 +279,7 @@ class Engine:
         state, batch = plan(loop.state, limits=self.limits)
         if batch is None:
             return loop, None
-        depth = self._depth(loop, batch)
+        depth = depth_of(loop.depths, self._rules, batch, full=self.worker.depths[-1])
         program, upload = (
             self._extend(batch) if batch.forward_mode is ForwardMode.EXTEND else self._decode(batch, depth)
         )
@@ -298,24 +305,11 @@ class Engine:
                 f"launch {loop.state.launched[0].forward_iter} read a FutureMap row that nobody published for it: a fault of jspec"
             )
         state, launched, settled = settle_oldest(loop.state, result)
-        depths = self._observe(loop, launched, settled, result)
+        correct = result.accept_lens - self.worker.num_non_draft_tokens
+        depths = after_settle(loop.depths, self._rules, launched, correct[settled.live], depth=loop.ran_at[0])
         loop = Loop(state, loop.device, loop.outcomes[1:], loop.ran_at[1:], depths)
         self._check_state(loop)
         return loop, launched, settled, result
-
-    def _depth(self, loop: Loop, batch: ScheduleBatch) -> int:
-        """How deep the launch drafts: known without waiting for any step."""
-        if not loop.depths or batch.forward_mode is ForwardMode.EXTEND:
-            return self.worker.depths[-1]
-        return loop.depths[slot_of(self._rules, batch.rows.shape[0])].depth
-
-    def _observe(self, loop: Loop, launched: Launched, settled: Settled, result: GenerationBatchResult):
-        """The depths to come, after what a step accepted."""
-        if not loop.depths or launched.forward_mode is ForwardMode.EXTEND or not settled.live.any():
-            return loop.depths
-        accepted = float(result.accept_lens[settled.live].mean()) - self.worker.num_non_draft_tokens
-        sizes = {"batch_size": launched.rows.shape[0], "depth": loop.ran_at[0]}
-        return observe(loop.depths, self._rules, **sizes, accepted=accepted)
 
     def _decode(self, batch: ScheduleBatch, depth: int):
         bucket = fit(self._buckets.batch, batch.rows.shape[0])
@@ -432,46 +426,6 @@ class Engine:
             if request.params.seed is not None
             else (self.config.seed * 0x9E3779B1 + request.serial) % 2**32
         )
-
-    def _tokenize(self, prompt: Prompt) -> np.ndarray:
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise TypeError("prompt is text, but the engine has no tokenizer: pass token ids")
-            prompt = self.tokenizer.encode(prompt)
-        tokens = np.asarray(prompt)
-        if tokens.size and (tokens.ndim != 1 or tokens.dtype.kind not in "iu"):
-            raise TypeError(
-                f"prompt must be text or a flat sequence of token ids, got shape {tokens.shape} of {tokens.dtype}"
-            )
-        return tokens.astype(np.int64).reshape(-1)
-
-    def _check(self, tokens: np.ndarray, params: SamplingParams) -> int:
-        """Refuses what cannot run; returns the most tokens the request may emit."""
-        vocab, context = self.target.facts.vocab_size, self.limits.context_len
-        if not len(tokens):
-            raise ValueError("prompt is empty: a request needs at least one token")
-        if len(tokens) >= context:
-            raise ValueError(
-                f"prompt has {len(tokens)} tokens, but context_len={context} must hold it and one output token: shorten it"
-            )
-        if (bad := tokens[(tokens < 0) | (tokens >= vocab)]).size:
-            raise ValueError(f"prompt holds token id {int(bad[0])}, outside the model's vocabulary [0, {vocab})")
-        if bad_stops := [t for t in params.stop_token_ids if t >= vocab]:
-            raise ValueError(f"stop_token_ids holds {bad_stops[0]}, outside the model's vocabulary [0, {vocab})")
-        stops = set(params.stop_token_ids) | set(self.target.facts.eos_token_ids)
-        if len(stops) > MAX_STOP_TOKEN_IDS:
-            raise ValueError(
-                f"stop_token_ids and the model's end-of-sequence ids are {len(stops)} ids, at most {MAX_STOP_TOKEN_IDS} are kept: drop some"
-            )
-        max_new_tokens = min(params.max_new_tokens, context - len(tokens))
-        page, pages = self.config.page_size, total_pages(self._loop.state.ledger)
-        need = int(pages_to_finish(np.int32(len(tokens)), np.int32(max_new_tokens), limits=self.limits, page_size=page))
-        if need > pages:
-            raise ValueError(
-                f"a prompt of {len(tokens)} tokens with max_new_tokens={params.max_new_tokens} needs {need * page} KV tokens, reserve included, but the "
-                f"pool has {pages * page}: lower max_new_tokens, or raise kv_tokens or kv_memory_bytes"
-            )
-        return max_new_tokens
 
     def _check_state(self, loop: Loop | None = None) -> None:
         if self.config.checked:

@@ -29,8 +29,8 @@ class DraftModel(NamedTuple):
 
     * `init_kv(num_pages, page_size) -> kv_pages`, one layer a module.
     * `feature(params, captured: [T, M, H], hidden: [T, H]) -> [T, H]`: from a target's `ForwardOutput` to what the first module reads.
-    * `forward(params, token_ids: i32[T], hidden: [T, H], batch: ForwardBatch, kv_pages, *, module: int = 0, query_start: int = 0) ->
-      (hidden: [T, H], kv_pages)`. `token_ids` are those of the *next* positions; `batch.input_ids` is not read. `query_start` as in `verify_attention`.
+    * `forward(params, token_ids: i32[T], hidden: [T, H], batch: ForwardBatch, kv_pages, *, module: int = 0) -> (hidden: [T, H], kv_pages)`.
+      `token_ids` are those of the *next* positions; `batch.input_ids` is not read.
     * `logits(params, hidden: [..., H], *, module: int = 0) -> f32[..., Vd]`.
     * `token_ids(params, draft_ids: i32[...]) -> i32[...]`: ids in the target's vocabulary.
     * `project_in(params, token_ids, hidden, *, module) -> (heads: f32[T, Hq + 2 Hkv, D], residual: [T, H])` and

@@ -266,7 +266,7 @@ def _functions(config: EagleConfig, kernels: str, dtype: Any, mapped: bool) -> d
     def project_out(params, residual, mixed, *, module: int = 0):
         return apply(params, residual, mixed, module, method="project_out")
 
-    def forward(params, token_ids, hidden, batch: ForwardBatch, kv_pages, *, module: int = 0, query_start: int = 0):
+    def forward(params, token_ids, hidden, batch: ForwardBatch, kv_pages, *, module: int = 0):
         heads, residual = project_in(params, token_ids, hidden, module=module)
         cos, sin = rope(config, batch.positions)
         q, k, v = split_heads(config, heads, cos, sin, dtype)
@@ -280,7 +280,7 @@ def _functions(config: EagleConfig, kernels: str, dtype: Any, mapped: bool) -> d
                 q,
                 *rows,
                 ancestors=batch.ancestors,
-                query_start=query_start,
+                query_start=batch.query_start,
                 layer=module,
                 scale=scale,
                 backend=ATTENTION_BACKEND,

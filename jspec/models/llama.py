@@ -117,9 +117,8 @@ class LlamaLayer(nn.Module):
             out = prefill_attention(q, *rows, layer=self.index, scale=scale, backend=ATTENTION_BACKEND)
         else:
             q, ancestors = q.reshape(-1, batch.query_len, c.num_heads, c.head_dim), batch.ancestors
-            out = verify_attention(
-                q, *rows, ancestors=ancestors, layer=self.index, scale=scale, backend=ATTENTION_BACKEND
-            )
+            nodes = {"ancestors": ancestors, "query_start": batch.query_start}
+            out = verify_attention(q, *rows, **nodes, layer=self.index, scale=scale, backend=ATTENTION_BACKEND)
         return out.reshape(-1, c.num_heads * c.head_dim), kv_pages
 
 
@@ -184,7 +183,7 @@ def llama_target(
         raise ValueError(f"{kernels=} is unknown: choose one of {KERNEL_BACKENDS}")
     dtype = jnp.dtype(dtype)
     check_params(params, param_shapes(config, dtype))
-    return TargetModel(_facts(config, dtype), params, *_functions(config, kernels, dtype))
+    return TargetModel(_facts(config, dtype), params, *_functions(config, kernels, dtype), config)
 
 
 @functools.lru_cache(maxsize=32)

@@ -43,3 +43,4 @@ class TargetModel(NamedTuple):
     logits: Callable[..., Any]
     embedding: Callable[..., Any]
     head: Callable[..., Any]
+    config: Any = None  # what shaped the model, of its own type: what a draft is trained after. None where there is nothing to tell

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec.models.draft import DraftModel
-from jspec.models.eagle_draft import EagleConfig, eagle_draft, draft_param_shapes
+from jspec.models.eagle_draft import EagleConfig, draft_param_shapes, eagle_draft
 from jspec.models.target import TargetModel
 
 
@@ -18,6 +18,7 @@ def markov_draft(
     *,
     kind: str = "eagle3",
     wrong_after: Sequence[int] = (),
+    rank: int = 0,
     **options: Any,
 ) -> DraftModel:
     """A draft of `markov_target(next_token)` that foresees its tokens, but for what follows the tokens of `wrong_after`.
@@ -27,6 +28,7 @@ def markov_draft(
       next_token: the table.
       kind: see `EagleConfig`.
       wrong_after: after these tokens it proposes what follows another token.
+      rank: of "eagle3": place of the right token among its proposals; 0 is the first.
       options: see `tiny_draft_config`.
     """
     config = tiny_draft_config(target, kind, **options)
@@ -50,7 +52,10 @@ def markov_draft(
             ((table - np.eye(size)) / gain) @ np.eye(size, config.intermediate_size), jnp.float32
         )
         params["fc"] = jnp.asarray(np.eye(size, params["fc"].shape[1]), jnp.float32)
-        head = np.asarray(target.head(target.params)) @ shown
+        head = np.array(target.head(target.params)) @ shown
+        column, right = np.arange(size), np.asarray(next_token)
+        for above in range(1, rank + 1):  # others as likely as the right one, and a little more
+            head[(right + above) % size, column] = head[right, column] * (1 + 0.01 * above)
         ids = options.get("token_ids")
         params["head"] = jnp.asarray(head if ids is None else head[np.asarray(ids)])
         return _build(target, config, params, options)

@@ -1,6 +1,7 @@
 """One file per algorithm. A worker is a value: pure functions and the static facts that the scheduler plans with."""
 
 import dataclasses
+import pathlib
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -59,7 +60,7 @@ def _given(config: EngineConfig, *names: str) -> dict[str, int]:
 
 
 def _load(target: TargetModel, config: EngineConfig) -> DraftModel:
-    path = find_draft(config.algorithm, config.model) if config.draft is None else config.draft
+    path = _draft_path(config)
     dtype = target.embedding(target.params).dtype
     draft = load_draft(path, target, kernels=config.kernels, dtype=dtype)
     kinds = ALGORITHMS[config.algorithm].draft_kinds
@@ -68,6 +69,10 @@ def _load(target: TargetModel, config: EngineConfig) -> DraftModel:
             f"draft={str(path)!r} is of kind {draft.config.kind!r}, but algorithm={config.algorithm!r} runs {' or '.join(map(repr, kinds))}"
         )
     return draft
+
+
+def _draft_path(config: EngineConfig) -> pathlib.Path:
+    return find_draft(config.algorithm, config.model) if config.draft is None else pathlib.Path(config.draft)
 
 
 _DEPTH = ("num_steps", "num_draft_tokens", "draft", "rejection_sampling")
@@ -110,7 +115,12 @@ def build_worker(target: TargetModel, config: EngineConfig) -> SpecWorker:
 
 
 def check_algorithm(config: EngineConfig) -> None:
-    """Raises ValueError for an unknown algorithm, or for an option that it would not heed: before anything is loaded."""
+    """Checks what can be checked before anything is loaded.
+
+    Raises:
+        ValueError: an unknown algorithm, an option that it would not heed, or a draft that is needed and not given.
+        FileNotFoundError: the draft's directory does not exist.
+    """
     if config.algorithm not in ALGORITHMS:
         raise ValueError(f"algorithm={config.algorithm!r} is unknown: choose one of {', '.join(ALGORITHMS)}")
     for name in _unheeded(config):
@@ -118,6 +128,8 @@ def check_algorithm(config: EngineConfig) -> None:
         raise ValueError(
             f"{name}={getattr(config, name)} means nothing to algorithm={config.algorithm!r}: leave it out, or choose {' or '.join(who)}"
         )
+    if ALGORITHMS[config.algorithm].draft_kinds and not (path := _draft_path(config)).is_dir():
+        raise FileNotFoundError(f"draft={str(path)!r} is no directory: give the one that holds the draft's config.json")
 
 
 def for_algorithm(config: EngineConfig, algorithm: str) -> EngineConfig:

@@ -159,7 +159,7 @@ def eagle(
             level = {"depths": jnp.full(shape, i, jnp.int32), "ancestors": seen, "start": i * topk}
             batch = verify_batch(rows, seq_lens, tokens, page_table, page_size=device.page_size, **level)
             flat = (tokens.reshape(-1), above.reshape(shape[0] * topk, -1))
-            hidden, kv_pages = draft.forward(params["draft"], *flat, batch, kv_pages, query_start=i * topk)
+            hidden, kv_pages = draft.forward(params["draft"], *flat, batch, kv_pages)
             hidden = hidden.reshape(*shape, -1)
             beam, candidates = next_level(beam, candidates, *best_tokens(draft.logits(params["draft"], hidden), topk))
         candidates = candidates._replace(tokens=draft.token_ids(params["draft"], candidates.tokens))

@@ -41,6 +41,7 @@ def verify_batch(
         ancestors=ancestors,
         forward_mode=ForwardMode.TARGET_VERIFY if width > 1 else ForwardMode.DECODE,
         query_len=width,
+        query_start=start,
     )
 
 

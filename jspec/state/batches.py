@@ -47,6 +47,8 @@ class ForwardBatch:
     forward_mode: ForwardMode = dataclasses.field(metadata={"static": True})
     query_len: int | None = dataclasses.field(metadata={"static": True})
     """`W` when every row owns exactly `W` packed slots (`T == B * W`), as in decode and verify; None when rows are ragged."""
+    query_start: int = dataclasses.field(default=0, metadata={"static": True})
+    """Nodes of a tree that earlier forwards wrote: this batch's are the next ones. Needs `ancestors`; see `verify_attention`."""
 
 
 @jax.tree_util.register_dataclass

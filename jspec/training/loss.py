@@ -108,7 +108,8 @@ def _unroll(draft: DraftModel, full, next_tokens, hidden, depths: list[_Unrolled
     num, length = next_tokens.shape
     heads, residual = draft.project_in(full, next_tokens.reshape(-1), hidden, module=depth if multi else 0)
     position = jnp.tile(jnp.arange(length), num) + (0 if multi else depth)
-    q, k, v = split_heads(config, heads, *rope(config, position), hidden.dtype)
+    cos, sin = rope(config, position)
+    q, k, v = split_heads(config, heads, cos, sin, hidden.dtype)
     q, k, v = (x.reshape(num, length, -1, config.head_dim) for x in (q, k, v))
     if multi or depth == 0:
         mixed = _attend(q, k, v, [], [])

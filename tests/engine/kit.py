@@ -1,5 +1,6 @@
 """Tiny targets, a worker whose accept lengths are known in advance, and slow oracles for the engine's output."""
 
+import dataclasses
 import functools
 
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec import Engine, EngineConfig, SamplingParams
+from jspec.models.draft import DraftFacts, DraftModel
 from jspec.models.tiny import markov_target, random_target
 from jspec.spec_workers.chain import Proposal, chain
 from jspec.spec_workers.forward import extend_batch
@@ -70,6 +72,43 @@ def oracle_worker(width: int = 5):
         return Proposal(jnp.stack(drafts, axis=1), jnp.full_like(lens, width - 1))
 
     return chain("oracle", markov(), propose, verify_width=width)
+
+
+def wrong_tokens() -> tuple[int, ...]:
+    """Tokens after which the oracle's drafts are wrong."""
+    return tuple(token for token in range(VOCAB) if _is_wrong_after(token))
+
+
+def shadow_draft(target) -> DraftModel:
+    """A draft that is the target itself, but never saw the first token: often right, sometimes wrong, and every KV entry of its pool counts."""
+    facts = target.facts
+
+    def forward(params, token_ids, hidden, batch, kv_pages, *, module=0):
+        del hidden
+        out = target.forward(params, dataclasses.replace(batch, input_ids=token_ids), kv_pages)
+        return out.hidden, out.kv_pages
+
+    return DraftModel(
+        facts=DraftFacts(
+            vocab_size=facts.vocab_size,
+            draft_vocab_size=facts.vocab_size,
+            hidden_size=facts.hidden_size,
+            num_modules=1,
+            capture_layers=(),
+            context_len=facts.context_len,
+            chained=False,
+            kv_bytes_per_token=facts.kv_bytes_per_token,
+        ),
+        config=None,
+        params=target.params,
+        init_kv=target.init_kv,
+        feature=lambda params, captured, hidden: hidden,
+        forward=forward,
+        logits=lambda params, hidden, *, module=0: target.logits(params, hidden),
+        token_ids=lambda params, ids: ids,
+        project_in=None,
+        project_out=None,
+    )
 
 
 def oracle_accept_lens(token: int, num_tokens: int, width: int = 5) -> list[int]:

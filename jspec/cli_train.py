@@ -1,0 +1,170 @@
+"""`jspec train`: a draft for a target. JAX is imported inside the commands, so that `--help` is quick."""
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+app = typer.Typer(help="Train a draft for a target.", no_args_is_help=True)
+
+Model = Annotated[str, typer.Option(help='The target: a GGUF file, a Hugging Face directory, or "smollm2".')]
+WorkDir = Annotated[
+    Path, typer.Option(help="Keeps text, features, checkpoints and figures; a killed run goes on there.")
+]
+Out = Annotated[Path | None, typer.Option(help="Directory of the draft; by default `draft` in the work directory.")]
+NumPrompts = Annotated[int, typer.Option(help="Prompts that the target answers.")]
+MaxNewTokens = Annotated[int, typer.Option(help="Most tokens of an answer.")]
+Text = Annotated[list[str] | None, typer.Option(help="A text file to train on, too; repeatable.")]
+Features = Annotated[Path | None, typer.Option(help="Shards of features that exist already, instead of making text.")]
+Unseen = Annotated[
+    list[str] | None, typer.Option(help="A prompt set that training must not see; repeatable. Default: all installed.")
+]
+DraftVocabSize = Annotated[int, typer.Option(help="Tokens that the draft can propose.")]
+IntermediateSize = Annotated[int | None, typer.Option(help="Width of the draft's MLP; by default the target's.")]
+Init = Annotated[Path | None, typer.Option(help="A draft to go on from, instead of the target's own layer.")]
+Steps = Annotated[int, typer.Option(help="Optimizer steps; of a run that goes on, all together.")]
+BatchSize = Annotated[int, typer.Option(help="Rows of a batch, a multiple of the number of devices.")]
+SeqLen = Annotated[int, typer.Option(help="Tokens of a row.")]
+LearningRate = Annotated[float, typer.Option(help="At its highest.")]
+WarmupSteps = Annotated[int, typer.Option(help="Steps over which the learning rate rises.")]
+HeldOutEvery = Annotated[int, typer.Option(help="Every n-th prompt is held out of training.")]
+EvalEvery = Annotated[int, typer.Option(help="Steps between evaluations.")]
+CheckpointEvery = Annotated[int, typer.Option(help="Steps between checkpoints.")]
+IncludePrompt = Annotated[bool, typer.Option("--include-prompt", help="Train on the tokens of prompts too.")]
+Seed = Annotated[int, typer.Option(help="Fixes prompts, order and start.")]
+Storage = Annotated[str, typer.Option(help='How matrices are stored: "float32", "bfloat16" or "int8".')]
+Resume = Annotated[bool, typer.Option(help="Go on from the newest checkpoint; --no-resume starts training anew.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard output and nothing else there.")]
+
+
+@app.command("eagle3")
+def train_eagle3(
+    work_dir: WorkDir,
+    model: Model = "smollm2",
+    out: Out = None,
+    num_prompts: NumPrompts = 1000,
+    max_new_tokens: MaxNewTokens = 128,
+    text: Text = None,
+    features: Features = None,
+    unseen: Unseen = None,
+    draft_vocab_size: DraftVocabSize = 8192,
+    intermediate_size: IntermediateSize = None,
+    init: Init = None,
+    capture_layers: Annotated[
+        str | None, typer.Option(help='Target layers to read, as "1,14,26"; by default low, middle and high.')
+    ] = None,
+    steps: Steps = 1000,
+    batch_size: BatchSize = 8,
+    seq_len: SeqLen = 128,
+    learning_rate: LearningRate = 3e-4,
+    warmup_steps: WarmupSteps = 50,
+    unroll: Annotated[str, typer.Option(help='Depths of the trained chain: "3", or by first step, "0:1,500:3".')] = "3",
+    held_out_every: HeldOutEvery = 20,
+    eval_every: EvalEvery = 200,
+    checkpoint_every: CheckpointEvery = 200,
+    include_prompt: IncludePrompt = False,
+    seed: Seed = 0,
+    storage: Storage = "float32",
+    resume: Resume = True,
+    as_json: Json = False,
+) -> None:
+    """An EAGLE-3 draft: one layer over three of the target's hidden states, with a head of its own."""
+    given = locals()
+    _run("eagle3", {**given, "capture_layers": _as_layers(capture_layers)})
+
+
+@app.command("multi-layer")
+def train_multi_layer(
+    work_dir: WorkDir,
+    model: Model = "smollm2",
+    out: Out = None,
+    num_prompts: NumPrompts = 1000,
+    max_new_tokens: MaxNewTokens = 128,
+    text: Text = None,
+    features: Features = None,
+    unseen: Unseen = None,
+    draft_vocab_size: DraftVocabSize = 8192,
+    intermediate_size: IntermediateSize = None,
+    init: Init = None,
+    num_modules: Annotated[int, typer.Option(help="Modules: one a token ahead.")] = 3,
+    chained: Annotated[bool, typer.Option(help="Each module reads the one before it instead of the target.")] = False,
+    steps: Steps = 1000,
+    batch_size: BatchSize = 8,
+    seq_len: SeqLen = 128,
+    learning_rate: LearningRate = 3e-4,
+    warmup_steps: WarmupSteps = 50,
+    held_out_every: HeldOutEvery = 20,
+    eval_every: EvalEvery = 200,
+    checkpoint_every: CheckpointEvery = 200,
+    include_prompt: IncludePrompt = False,
+    seed: Seed = 0,
+    storage: Storage = "float32",
+    resume: Resume = True,
+    as_json: Json = False,
+) -> None:
+    """A multi-layer EAGLE draft: a module for every token ahead, with the target's head."""
+    _run("multi-layer", locals())
+
+
+def _as_layers(text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise typer.BadParameter(
+            f'{text!r} must be layer numbers, as "1,14,26"', param_hint="--capture-layers"
+        ) from None
+
+
+def _run(kind: str, given: dict[str, Any]) -> None:
+    """Train as the options of a command say."""
+    import shutil
+
+    from jspec.cli import _usage_errors
+    from jspec.models.loading import load_model
+    from jspec.training.job import TrainJob, run_job
+    from jspec.training.options import TrainOptions, parse_unroll_schedule
+    from jspec.training.text import TextOptions
+
+    shared = ("steps", "batch_size", "seq_len", "learning_rate", "warmup_steps", "held_out_every", "eval_every")
+    own = ("out", "features", "draft_vocab_size", "intermediate_size", "init", "storage", "work_dir")
+    with _usage_errors():
+        options = TrainOptions(
+            **{name: given[name] for name in (*shared, "checkpoint_every", "include_prompt", "seed")},
+            unroll_schedule=parse_unroll_schedule(given.get("unroll", "1")),
+        )
+        text = TextOptions(**{name: given[name] for name in ("num_prompts", "max_new_tokens", "seed")})
+        job = TrainJob(
+            kind=kind,
+            text=text,
+            text_files=tuple(given["text"] or ()),
+            unseen=None if given["unseen"] is None else tuple(given["unseen"]),
+            options=options,
+            **{name: given[name] for name in own},
+            **{name: given[name] for name in ("capture_layers", "num_modules", "chained") if name in given},
+        )
+        if not given["resume"]:
+            shutil.rmtree(job.work_dir / "checkpoints", ignore_errors=True)
+        result = run_job(job, load_model(given["model"]), progress=_bar)
+    held_out = result.record["held_out"]
+    if given["as_json"]:
+        typer.echo(json.dumps({"out": str(result.out), **held_out}))
+        return
+    agree = " ".join(f"{share:.3f}" for share in held_out["agree"])
+    typer.echo(
+        f"{result.out}: accept length {held_out['accept_len']:.3f} on {held_out['sequences']} held-out sequences"
+    )
+    typer.echo(f"foreseen by depth: {agree}; figures and curves in {job.work_dir}")
+
+
+def _bar(what: str) -> Callable[..., Iterable]:
+    """A bar on standard error; nothing where that is not a terminal."""
+    from rich.console import Console
+    from rich.progress import track
+
+    console = Console(stderr=True)
+    hidden = not console.is_terminal
+    return lambda items, total: track(items, what, total=total, console=console, transient=True, disable=hidden)

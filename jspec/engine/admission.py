@@ -1,0 +1,65 @@
+"""What a request must be to be queued. Every refusal names the field, its value and the rule."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from jspec.config import MAX_STOP_TOKEN_IDS, SamplingParams
+from jspec.models.target import TargetFacts
+from jspec.models.tokenizer import Tokenizer
+from jspec.scheduler import pages_to_finish
+from jspec.state.scheduler_state import Limits
+
+Prompt = str | Sequence[int]
+
+
+def tokenize(prompt: Prompt, tokenizer: Tokenizer | None) -> np.ndarray:
+    """Token ids of a prompt, `i64[n]`.
+
+    Raises:
+        TypeError: text without a tokenizer, or no flat sequence of integers.
+    """
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise TypeError("prompt is text, but the engine has no tokenizer: pass token ids")
+        prompt = tokenizer.encode(prompt)
+    tokens = np.asarray(prompt)
+    if tokens.size and (tokens.ndim != 1 or tokens.dtype.kind not in "iu"):
+        raise TypeError(
+            f"prompt must be text or a flat sequence of token ids, got shape {tokens.shape} of {tokens.dtype}"
+        )
+    return tokens.astype(np.int64).reshape(-1)
+
+
+def check_request(
+    tokens: np.ndarray, params: SamplingParams, *, facts: TargetFacts, limits: Limits, page_size: int, num_pages: int
+) -> int:
+    """Refuses what cannot run; returns the most tokens the request may emit.
+
+    Raises:
+        ValueError: empty, too long, ids outside the vocabulary, more than the KV pool holds.
+    """
+    vocab, context = facts.vocab_size, limits.context_len
+    if not len(tokens):
+        raise ValueError("prompt is empty: a request needs at least one token")
+    if len(tokens) >= context:
+        raise ValueError(
+            f"prompt has {len(tokens)} tokens, but context_len={context} must hold it and one output token: shorten it"
+        )
+    if (bad := tokens[(tokens < 0) | (tokens >= vocab)]).size:
+        raise ValueError(f"prompt holds token id {int(bad[0])}, outside the model's vocabulary [0, {vocab})")
+    if bad_stops := [t for t in params.stop_token_ids if t >= vocab]:
+        raise ValueError(f"stop_token_ids holds {bad_stops[0]}, outside the model's vocabulary [0, {vocab})")
+    stops = set(params.stop_token_ids) | set(facts.eos_token_ids)
+    if len(stops) > MAX_STOP_TOKEN_IDS:
+        raise ValueError(
+            f"stop_token_ids and the model's end-of-sequence ids are {len(stops)} ids, at most {MAX_STOP_TOKEN_IDS} are kept: drop some"
+        )
+    max_new_tokens = min(params.max_new_tokens, context - len(tokens))
+    need = int(pages_to_finish(np.int32(len(tokens)), np.int32(max_new_tokens), limits=limits, page_size=page_size))
+    if need > num_pages:
+        raise ValueError(
+            f"a prompt of {len(tokens)} tokens with max_new_tokens={params.max_new_tokens} needs {need * page_size} KV tokens, reserve included, but the "
+            f"pool has {num_pages * page_size}: lower max_new_tokens, or raise kv_tokens or kv_memory_bytes"
+        )
+    return max_new_tokens

@@ -1,0 +1,233 @@
+"""The whole way from a target to a draft on disk: text, features, vocabulary, training, export. Each part keeps its results, so a killed job goes on."""
+
+import dataclasses
+import pathlib
+from collections.abc import Callable, Iterable
+from importlib.metadata import version
+from typing import Any, NamedTuple
+
+from jspec.bench.prompts import PROMPT_SETS, check_readable, load_prompt_sets
+from jspec.models.draft import DraftModel
+from jspec.models.eagle_config_file import default_capture_layers
+from jspec.models.eagle_draft import EagleConfig
+from jspec.models.eagle_files import STORAGE, load_draft, save_draft
+from jspec.models.llama import LlamaConfig
+from jspec.models.loading import LoadedModel
+from jspec.models.target import TargetModel
+from jspec.training.batches import split_held_out
+from jspec.training.features import write_features
+from jspec.training.options import TrainOptions
+from jspec.training.prompts import word_runs
+from jspec.training.shards import Sequences, open_shards
+from jspec.training.text import TextOptions, TextSequence, read_answers, text_chunks, write_answers
+from jspec.training.train import train
+from jspec.training.vocabulary import choose_vocabulary
+
+Progress = Callable[[str], Callable[..., Iterable]]
+"""`progress(what)(iterable, total=n)` yields the items of `iterable`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainJob:
+    """What to train, on what, and where to put it.
+
+    Raises:
+        ValueError: naming the field, its value and the rule.
+    """
+
+    kind: str
+    """"eagle3", "eagle" or "multi-layer": see `EagleConfig`."""
+    work_dir: pathlib.Path
+    out: pathlib.Path | None = None
+    """Directory of the draft; by default `draft` in `work_dir`."""
+    text: TextOptions = dataclasses.field(default_factory=TextOptions)
+    text_files: tuple[str, ...] = ()
+    features: pathlib.Path | None = None
+    """Shards that exist already: then no text is made and the target is not run."""
+    unseen: tuple[str, ...] | None = None
+    """Prompt sets that training must not see. None: every one that is installed."""
+    capture_layers: tuple[int, ...] | None = None
+    """Of "eagle3"; by default `default_capture_layers`."""
+    draft_vocab_size: int = 8192
+    """At most the target's vocabulary is used."""
+    intermediate_size: int | None = None
+    """By default the target's."""
+    num_modules: int = 3
+    """Of "multi-layer"."""
+    chained: bool = False
+    """Of "multi-layer"."""
+    init: pathlib.Path | None = None
+    """A draft to start from instead of the target's own layer: same sizes and vocabulary."""
+    storage: str = "float32"
+    options: TrainOptions = dataclasses.field(default_factory=TrainOptions)
+
+    def __post_init__(self):
+        if self.storage not in STORAGE:
+            raise ValueError(f"storage={self.storage!r} must be one of {', '.join(STORAGE)}")
+        if self.features is not None and self.text_files:
+            raise ValueError(
+                f"features={str(self.features)!r} and text_files={self.text_files} both say what to train on: give one of them"
+            )
+        for name in self.unseen or ():
+            if name not in PROMPT_SETS:
+                raise ValueError(f"unseen={name!r} is unknown: choose among {', '.join(PROMPT_SETS)}")
+
+
+class JobResult(NamedTuple):
+    """A draft, where it lies, and its figures."""
+
+    draft: DraftModel
+    out: pathlib.Path
+    record: dict[str, Any]  # also in `training.json` beside the draft
+
+
+def run_job(job: TrainJob, model: LoadedModel, *, progress: Progress | None = None) -> JobResult:
+    """Do whatever of `job` is not done yet.
+
+    Raises:
+        ValueError, OSError: an input is missing, damaged, or of something else.
+    """
+    show = progress or (lambda what: lambda items, total: items)
+    facts, options = model.target.facts, job.options
+    captures = _capture_layers(job, facts.num_layers)
+    folder = job.features
+    if folder is None:
+        folder = job.work_dir / "features"
+        sequences = _make_text(job, model, show("Answers"))
+        write_features(
+            folder, model.target, sequences, model=model.name, capture_layers=captures, progress=show("Features")
+        )
+    stored = open_shards(
+        folder,
+        model=model.name,
+        capture_layers=captures,
+        hidden_size=facts.hidden_size,
+        vocab_size=facts.vocab_size,
+    )
+    start = None if job.init is None else load_draft(job.init, model.target, dtype="float32")
+    token_ids = _vocabulary(job, model.target, stored) if start is None else ids_of(start)
+    config = draft_config(
+        job,
+        model.target,
+        capture_layers=captures,
+        draft_vocab_size=facts.vocab_size if token_ids is None else len(token_ids),
+    )
+    trained = train(
+        config,
+        model.target,
+        stored,
+        options,
+        work_dir=job.work_dir,
+        token_ids=token_ids,
+        start=None if start is None else _own(start, config, job.init),
+        progress=show("Training"),
+    )
+    record = _record(job, model, stored, trained.held_out)
+    out = job.out or job.work_dir / "draft"
+    save_draft(out, trained.draft, storage=job.storage, record=record)
+    return JobResult(trained.draft, out, record)
+
+
+def draft_config(
+    job: TrainJob, target: TargetModel, *, capture_layers: tuple[int, ...], draft_vocab_size: int
+) -> EagleConfig:
+    """A draft shaped like a layer of the target: heads, norms and position encoding, so that it can start from one."""
+    facts, config = target.facts, target.config
+    if not isinstance(config, LlamaConfig):
+        raise ValueError(f"a draft is trained after a Llama-family target, not after {type(config).__name__}")
+    multi = job.kind == "multi-layer"
+    return EagleConfig(
+        kind=job.kind,
+        vocab_size=facts.vocab_size,
+        draft_vocab_size=draft_vocab_size,
+        hidden_size=facts.hidden_size,
+        intermediate_size=job.intermediate_size or config.intermediate_size,
+        num_heads=config.num_heads,
+        num_kv_heads=facts.num_kv_heads,
+        head_dim=facts.head_dim,
+        context_len=facts.context_len,
+        capture_layers=capture_layers if job.kind == "eagle3" else (),
+        num_modules=job.num_modules if multi else 1,
+        chained=multi and job.chained,
+        rms_norm_eps=config.rms_norm_eps,
+        rope_theta=config.rope_theta,
+        rope_scaling=config.rope_scaling,
+    )
+
+
+def ids_of(draft: DraftModel) -> Any:
+    """i32[Vd], or None where the draft's vocabulary is the target's."""
+    return draft.params["shared"].get("token_ids")
+
+
+def _own(start: DraftModel, config: EagleConfig, path: pathlib.Path | None) -> Any:
+    """Parameters to start from.
+
+    Raises:
+      ValueError: `start` has other sizes than what is to be trained.
+    """
+    for field in dataclasses.fields(config):
+        ours, theirs = getattr(config, field.name), getattr(start.config, field.name)
+        if ours != theirs:
+            raise ValueError(
+                f"init={str(path)!r} has {field.name}={theirs}, the draft to train has {ours}: give the options that it was trained with"
+            )
+    return start.params["own"]
+
+
+def _capture_layers(job: TrainJob, num_layers: int) -> tuple[int, ...]:
+    """Layers to cache features of. Cached for every kind: one cache then serves them all."""
+    if job.capture_layers:
+        return job.capture_layers
+    # A target of a few layers has no low, middle and high: they are moved into what there is.
+    return tuple(sorted({min(max(i, 0), num_layers - 1) for i in default_capture_layers(num_layers)}))
+
+
+def _make_text(job: TrainJob, model: LoadedModel, progress: Callable[..., Iterable]) -> list[TextSequence]:
+    tokenizer = check_readable(model, None)
+    unseen = word_runs(_unseen_texts(job.unseen))
+    text = dataclasses.replace(job.text, max_len=min(job.text.max_len, model.target.facts.context_len))
+    file = job.work_dir / "answers.jsonl"
+    write_answers(file, model.target, tokenizer, text, unseen=unseen, progress=progress)
+    answers = read_answers(file, tokenizer, text, unseen=unseen)
+    return answers + text_chunks(job.text_files, tokenizer, text, unseen=unseen)
+
+
+def _unseen_texts(names: tuple[str, ...] | None) -> list[str]:
+    texts = []
+    for name in PROMPT_SETS if names is None else names:
+        try:
+            texts += load_prompt_sets([name])[0].texts
+        except ValueError:
+            if names is not None:
+                raise
+            # Not installed, so not measured on here.
+    return texts
+
+
+def _vocabulary(job: TrainJob, target: TargetModel, stored: Sequences) -> Any:
+    """i32[Vd], or None for the target's whole vocabulary."""
+    facts = target.facts
+    if job.draft_vocab_size >= facts.vocab_size:
+        return None
+    train_on, _ = split_held_out(stored, every=job.options.held_out_every)
+    sequences = (TextSequence(stored.tokens[i], int(stored.prompt_lens[i])) for i in train_on)
+    return choose_vocabulary(
+        sequences, size=job.draft_vocab_size, vocab_size=facts.vocab_size, always=facts.eos_token_ids
+    )
+
+
+def _record(job: TrainJob, model: LoadedModel, stored: Sequences, held_out: dict[str, Any]) -> dict[str, Any]:
+    """How the draft came to be, without where on this machine."""
+    text = None if job.features is not None else dataclasses.asdict(job.text)
+    return {
+        "jspec": version("jspec"),
+        "model": model.name,
+        "kind": job.kind,
+        "sequences": len(stored),
+        "tokens": sum(len(tokens) for tokens in stored.tokens),
+        "text": text,
+        "text_files": [pathlib.Path(name).name for name in job.text_files],
+        "options": dataclasses.asdict(job.options),
+        "held_out": held_out,
+    }

@@ -1,0 +1,66 @@
+"""The compiled steps of training and evaluation, over a mesh of any size."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jspec.models.draft import DraftModel
+from jspec.training.checkpoints import TrainState
+from jspec.training.loss import Batch, draft_loss
+
+AXIS = "data"
+
+
+def data_mesh(devices: Any = None) -> Mesh:
+    """A mesh of one axis over `devices`, by default all: batches are split over it, everything else is on every device."""
+    return Mesh(np.array(jax.devices() if devices is None else devices), (AXIS,))
+
+
+class Program(NamedTuple):
+    """Training of one draft on one mesh.
+
+    * `replicate(tree) -> tree`, copied to every device: `train` may then consume it, and not the target's weights that it was made of.
+    * `train(state, batch, unroll) -> (state, metrics)`; the state that went in is gone. Metrics are those of `draft_loss`, "total" and "grad_norm".
+    * `evaluate(params, batch, unroll) -> metrics`.
+    """
+
+    replicate: Callable[..., Any]
+    train: Callable[..., Any]
+    evaluate: Callable[..., Any]
+
+
+def make_program(
+    draft: DraftModel, target_head: Any, optimizer: optax.GradientTransformation, *, decay: float, mesh: Mesh
+) -> Program:
+    """See `Program`; arguments as of `draft_loss`."""
+    on_every, by_row = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec(AXIS))
+    # Arguments of the programs and not constants in them: an embedding table is large.
+    fixed = jax.device_put((draft.params["shared"], target_head), on_every)
+
+    def loss(params, fixed, batch: Batch, unroll: int):
+        shared, head = fixed
+        whole = draft._replace(params={"own": params, "shared": shared})
+        return draft_loss(whole, params, head, batch, unroll=unroll, decay=decay)
+
+    def train(state: TrainState, fixed, batch: Batch, unroll: int):
+        (total, metrics), grads = jax.value_and_grad(loss, has_aux=True)(state.params, fixed, batch, unroll)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        metrics = metrics | {"total": total, "grad_norm": optax.tree.norm(grads)}
+        return TrainState(optax.apply_updates(state.params, updates), opt_state), metrics
+
+    def evaluate(params, fixed, batch: Batch, unroll: int):
+        total, metrics = loss(params, fixed, batch, unroll)
+        return metrics | {"total": total}
+
+    train_step = jax.jit(train, static_argnames="unroll", donate_argnums=0, out_shardings=on_every)
+    eval_step = jax.jit(evaluate, static_argnames="unroll", out_shardings=on_every)
+    return Program(
+        replicate=lambda tree: jax.device_put(jax.tree.map(lambda x: jnp.array(x, copy=True), tree), on_every),
+        train=lambda state, batch, unroll: train_step(state, fixed, jax.device_put(batch, by_row), unroll=unroll),
+        evaluate=lambda params, batch, unroll: eval_step(params, fixed, jax.device_put(batch, by_row), unroll=unroll),
+    )

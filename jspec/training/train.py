@@ -1,0 +1,192 @@
+"""Training of one draft: from cached features to a draft and its figures."""
+
+import dataclasses
+import hashlib
+import pathlib
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jspec.models.draft import DraftModel
+from jspec.models.eagle_draft import EagleConfig, eagle_draft
+from jspec.models.target import TargetModel
+from jspec.training.batches import Batches, make_batches, split_held_out
+from jspec.training.checkpoints import Checkpoints, TrainState
+from jspec.training.loss import Batch
+from jspec.training.metrics import MetricsLog, plot_metrics
+from jspec.training.optimizer import learning_rate, make_optimizer
+from jspec.training.options import TrainOptions
+from jspec.training.program import Program, data_mesh, make_program
+from jspec.training.shards import Sequences
+from jspec.training.warm_start import warm_start
+
+METRICS, PLOT = "metrics.jsonl", "metrics.png"
+# What may change between two parts of a run: it moves no data and shapes no parameter.
+_SCHEDULE = ("steps", "learning_rate", "warmup_steps", "weight_decay", "clip_norm", "unroll_schedule", "decay")
+_INTERVALS = ("eval_batches", "log_every", "eval_every", "checkpoint_every")
+
+
+class Trained(NamedTuple):
+    """What a run ends with."""
+
+    draft: DraftModel
+    held_out: dict[str, Any]  # figures of all held-out text: accept_len over `chains` starts, agree and loss by depth
+
+
+def train(
+    config: EagleConfig,
+    target: TargetModel,
+    sequences: Sequences,
+    options: TrainOptions,
+    *,
+    work_dir: pathlib.Path,
+    token_ids: Any = None,
+    start: Any = None,
+    mesh: Mesh | None = None,
+    progress: Callable[..., Iterable] | None = None,
+) -> Trained:
+    """Train a draft, from the newest checkpoint in `work_dir` if it has one; then the run is the one that was not interrupted, bit for bit.
+
+    Args:
+        config: of the draft.
+        target: its embedding and head are shared; it is not run.
+        sequences: with the features of `config.capture_layers`.
+        work_dir: keeps checkpoints, `metrics.jsonl` and `metrics.png`.
+        token_ids: i32[Vd], the draft's vocabulary; None: the target's.
+        start: parameters to start from; None: `warm_start`.
+        mesh: of `data_mesh`; by default over all devices.
+        progress: wraps the steps, `progress(iterable, total=n)`.
+    Raises:
+        ValueError: sizes do not fit, `work_dir` holds another run, or training diverged.
+    """
+    mesh = data_mesh() if mesh is None else mesh
+    if options.batch_size % mesh.size:
+        raise ValueError(
+            f"batch_size={options.batch_size} must be a multiple of the {mesh.size} devices it is split over"
+        )
+    train_on, held_out = split_held_out(sequences, every=options.held_out_every)
+    batch_of: dict[str, Any] = {"batch_size": options.batch_size, "seq_len": options.seq_len, "seed": options.seed}
+    batches = make_batches(sequences, train_on, include_prompt=options.include_prompt, **batch_of)
+    unseen = make_batches(sequences, held_out, **batch_of)
+
+    params = warm_start(jax.random.key(options.seed), config, target, token_ids) if start is None else start
+    draft, target_head = _draft_over(config, target, params, token_ids)
+    optimizer = make_optimizer(options)
+    program = make_program(draft, target_head, optimizer, decay=options.decay, mesh=mesh)
+    state = program.replicate(TrainState(params, optimizer.init(params)))
+
+    checkpoints = Checkpoints(work_dir / "checkpoints", _facts(config, options, sequences, token_ids))
+    first = checkpoints.latest or 0
+    if first:
+        state = checkpoints.restore(state)
+    log = MetricsLog(work_dir / METRICS, next_step=first)
+    try:
+        state = _run(program, state, batches, unseen, options, config, checkpoints, log, first, progress)
+    finally:
+        checkpoints.close()
+    figures = evaluate(program, state.params, unseen.in_order(), unroll=_depths(config, options))
+    last = max(first, options.steps)
+    log.add(step=last, **{f"held_out_{name}": value for name, value in figures.items()})
+    plot_metrics(work_dir / METRICS, work_dir / PLOT)
+    draft, _ = _draft_over(config, target, jax.device_get(state.params), token_ids)
+    return Trained(draft, figures | {"sequences": len(held_out), "steps": last})
+
+
+def evaluate(program: Program, params: Any, batches: Iterable[Batch], *, unroll: int) -> dict[str, Any]:
+    """Figures of `draft_loss` over `batches`, each batch weighing as many rows as a figure counts in it."""
+    sums: dict[str, Any] = {}
+    counts: dict[str, Any] = {}
+    for batch in batches:
+        found = jax.device_get(program.evaluate(params, batch, unroll))
+        pairs = np.array([_num_pairs(batch.weight, ahead) for ahead in range(1, unroll + 1)])
+        for name, count in (("accept_len", pairs[-1]), ("agree", pairs), ("loss", pairs)):
+            sums[name] = sums.get(name, 0.0) + count * np.asarray(found[name], np.float64)
+            counts[name] = counts.get(name, 0) + count
+    figures = {name: (value / np.maximum(counts[name], 1)).round(6).tolist() for name, value in sums.items()}
+    return figures | {"chains": int(counts["accept_len"])}
+
+
+def _num_pairs(weight: np.ndarray, ahead: int) -> float:
+    """Rows of weight f32[B, T] that count together with the row `ahead` of them."""
+    return float((weight[:, :-ahead] * weight[:, ahead:]).sum())
+
+
+def _run(
+    program: Program,
+    state: TrainState,
+    batches: Batches,
+    unseen: Batches,
+    options: TrainOptions,
+    config: EagleConfig,
+    checkpoints: Checkpoints,
+    log: MetricsLog,
+    first: int,
+    progress: Callable[..., Iterable] | None,
+) -> TrainState:
+    """Steps `first` to the last; a checkpoint of step `n` holds the state after `n` steps."""
+    steps: Iterable[int] = range(first, options.steps)
+    rate, since = learning_rate(options), time.perf_counter()
+    for step in progress(steps, total=len(range(first, options.steps))) if progress else steps:
+        unroll = config.num_modules if config.kind == "multi-layer" else options.unroll_at(step)
+        state, metrics = program.train(state, batches.at(step), unroll)
+        done = step + 1
+        is_last, keeps = done == options.steps, done % options.checkpoint_every == 0
+        if step % options.log_every == 0 or is_last or keeps:
+            now = time.perf_counter()
+            log.add(**_record(step, jax.device_get(metrics), float(rate(step)), now - since))
+            since = now
+        if keeps or is_last:
+            checkpoints.save(done, state)
+        if done % options.eval_every == 0 and not is_last:
+            figures = evaluate(
+                program, state.params, unseen.in_order(options.eval_batches), unroll=_depths(config, options)
+            )
+            log.add(step=step, **{f"held_out_{name}": value for name, value in figures.items()})
+    return state
+
+
+def _record(step: int, metrics: dict[str, Any], rate: float, seconds: float) -> dict[str, Any]:
+    """A line of the log.
+
+    Raises:
+        ValueError: the loss or the gradient is not finite.
+    """
+    total, grad_norm = float(metrics["total"]), float(metrics["grad_norm"])
+    if not np.isfinite([total, grad_norm]).all():
+        raise ValueError(
+            f"training diverged at step {step}: loss={total}, gradient norm={grad_norm} must be finite; "
+            "lower learning_rate or clip_norm, and go on from the last checkpoint"
+        )
+    record = {"step": step, "loss": total, "grad_norm": grad_norm, "learning_rate": rate, "seconds": round(seconds, 3)}
+    by_depth = {f"{name}_by_depth": np.asarray(metrics[name], float).round(6).tolist() for name in ("loss", "agree")}
+    return record | by_depth | {"accept_len": float(metrics["accept_len"])}
+
+
+def _depths(config: EagleConfig, options: TrainOptions) -> int:
+    """Depths of an evaluation: always the longest chain, so that figures of one run compare."""
+    return config.num_modules if config.kind == "multi-layer" else options.max_unroll
+
+
+def _draft_over(config: EagleConfig, target: TargetModel, params: Any, token_ids: Any) -> tuple[DraftModel, Any]:
+    """(the draft, the target's head at its tokens f32[Vd, H]); both in f32, what training needs."""
+    embed = jnp.asarray(target.embedding(target.params), jnp.float32)
+    head = target.head(target.params)
+    head = jnp.asarray(head if token_ids is None else head[token_ids], jnp.float32)
+    return eagle_draft(config, params, embed=embed, head=head, token_ids=token_ids), head
+
+
+def _facts(config: EagleConfig, options: TrainOptions, sequences: Sequences, token_ids: Any) -> dict[str, Any]:
+    """What must be the same when a run goes on."""
+    text = hashlib.sha256()
+    for tokens, prompt_len in zip(sequences.tokens, sequences.prompt_lens.tolist(), strict=True):
+        text.update(f"{prompt_len}:".encode() + np.asarray(tokens, np.int32).tobytes())
+    fixed = {
+        name: value for name, value in dataclasses.asdict(options).items() if name not in (*_SCHEDULE, *_INTERVALS)
+    }
+    ids = None if token_ids is None else hashlib.sha256(np.asarray(token_ids, np.int32).tobytes()).hexdigest()
+    return {"draft": dataclasses.asdict(config), **fixed, "sequences": text.hexdigest(), "token_ids": ids}

@@ -1,0 +1,240 @@
+"""EAGLE under overlap: chains, trees and several modules say what plain decoding says, whatever the draft."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from engine.kit import (
+    ACCEPT,
+    CONTEXT,
+    VOCAB,
+    assert_idle,
+    build,
+    greedy,
+    markov,
+    markov_continuation,
+    markov_table,
+    oracle_accept_lens,
+    prompts_of,
+    shadow_draft,
+    slow_greedy,
+    transformer,
+    wrong_tokens,
+)
+
+from jspec import SamplingParams
+from jspec.models.tiny import markov_target
+from jspec.models.tiny_draft import markov_draft, random_draft
+from jspec.spec_workers import EagleSizes, eagle, multi_layer_eagle
+
+TOKENS = 24
+SHAPES = {
+    "chain": EagleSizes(num_steps=4),
+    "deep chain": EagleSizes(num_steps=9),
+    "tree": EagleSizes(num_steps=3, topk=2, num_draft_tokens=8),
+    "wide tree": EagleSizes(num_steps=4, topk=4, num_draft_tokens=16),
+    "thin tree": EagleSizes(num_steps=5, topk=3, num_draft_tokens=4),
+}
+FAST = [("chain", 1, True), ("chain", 16, False), ("tree", 4, True), ("tree", 64, False), ("wide tree", 1, True)]
+SLOW = [(shape, page, overlap) for shape in SHAPES for page in (1, 4, 16, 64) for overlap in (True, False)]
+SCHEDULES = [pytest.param(*case, marks=() if case in FAST else pytest.mark.slow) for case in SLOW]
+
+
+@functools.cache
+def wanted(prompt: tuple[int, ...], length: int = TOKENS) -> list[int]:
+    return slow_greedy(transformer(), list(prompt), length)
+
+
+def assert_greedy(engine, counts=(1, 3, 8), *, seed=0, length=TOKENS):
+    for count in counts:
+        prompts = prompts_of(count, seed=seed + count)
+        for prompt, output in zip(prompts, engine.generate(prompts, greedy(length)), strict=True):
+            assert output.token_ids == wanted(tuple(prompt), length)
+            assert len(output.token_ids) == 1 + sum(output.accept_lens)
+        assert_idle(engine)
+
+
+@pytest.mark.parametrize(("shape", "page_size", "overlap"), SCHEDULES)
+def test_greedy_equals_full_recompute(shape, page_size, overlap):
+    """Batches of 1, 3 and 8, with a draft that is often right and sometimes wrong and depends on all of its KV (B13, B14, B17)."""
+    worker = eagle(transformer(), shadow_draft(transformer()), sizes=SHAPES[shape])
+    engine = build(transformer(), worker=worker, page_size=page_size, overlap=overlap, max_running=8)
+    assert_greedy(engine)
+    summary = engine.summary()
+    assert summary.accept_length > 1.5, "the draft was hardly ever right: the test shows little"
+    assert summary.accept_length < worker.output_stride, "the draft was never wrong"
+    assert summary.compiles_after_warmup == 0
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "eagle"])
+@pytest.mark.parametrize("topk", [1, 3])
+def test_hostile_drafts_change_nothing(kind, topk):
+    """A random draft is wrong nearly always."""
+    sizes = EagleSizes(num_steps=3, topk=topk)
+    engine = build(transformer(), worker=eagle(transformer(), random_draft(transformer(), 7, kind=kind), sizes=sizes))
+    assert_greedy(engine, (3,))
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "eagle"])
+def test_a_draft_of_nan_changes_nothing(kind):
+    draft = random_draft(transformer(), 7, kind=kind)
+    own = jax.tree.map(lambda x: x * np.nan, draft.params["own"])
+    for topk in (1, 2):
+        worker = eagle(
+            transformer(),
+            draft._replace(params={**draft.params, "own": own}),
+            sizes=EagleSizes(num_steps=3, topk=topk),
+        )
+        assert_greedy(build(transformer(), worker=worker), (3,))
+
+
+@pytest.mark.parametrize("chained", [False, True])
+@pytest.mark.parametrize(("page_size", "overlap"), [(1, True), (16, False)])
+def test_several_modules_equal_full_recompute(chained, page_size, overlap):
+    draft = random_draft(transformer(), 3, kind="multi-layer", chained=chained)
+    worker = multi_layer_eagle(transformer(), draft)
+    assert_greedy(build(transformer(), worker=worker, page_size=page_size, overlap=overlap, max_running=8), (3, 8))
+
+
+def known_worker(algorithm: str, wrong=()):
+    """Drafts of M1 whose accept lengths are known in advance, up to 4 drafts deep."""
+    if algorithm == "multi-layer":
+        draft = markov_draft(markov(), markov_table(), kind="multi-layer", num_modules=4, wrong_after=wrong)
+        return multi_layer_eagle(markov(), draft)
+    return eagle(markov(), markov_draft(markov(), markov_table(), kind=algorithm, wrong_after=wrong))
+
+
+@pytest.mark.parametrize("algorithm", ["eagle3", "eagle", "multi-layer"])
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no-overlap"])
+def test_known_accept_lengths(algorithm, overlap):
+    """Drafts all right, all wrong, mixed, and all of these in one batch: the accept length of every verify as computed by hand."""
+    engine = build(
+        markov(), worker=known_worker(algorithm, wrong_tokens()), page_size=4, overlap=overlap, max_running=8
+    )
+    for level in (*ACCEPT, "every"):
+        prompts = prompts_of(6, seed=6)
+        if level != "every":
+            prompts = [[*prompt[:-1], ACCEPT[level][i]] for i, prompt in enumerate(prompts)]
+        for prompt, output in zip(prompts, engine.generate(prompts, greedy(TOKENS)), strict=True):
+            assert output.token_ids == markov_continuation(prompt[-1], TOKENS)
+            assert output.accept_lens == oracle_accept_lens(prompt[-1], TOKENS)
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize("rank", [0, 1, 3])
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_the_accepted_path_may_be_any_branch(rank, page_size):
+    """B14: the right token is the first, a middle or the last child; batches of 1 and 5; what is accepted is moved into place and read again."""
+    sizes = EagleSizes(num_steps=3, topk=4, num_draft_tokens=16)
+    worker = eagle(markov(), markov_draft(markov(), markov_table(), rank=rank), sizes=sizes)
+    engine = build(markov(), worker=worker, page_size=page_size, max_running=8)
+    for count in (1, 5):
+        prompts = prompts_of(count, seed=count)
+        for prompt, output in zip(prompts, engine.generate(prompts, greedy(TOKENS)), strict=True):
+            assert output.token_ids == markov_continuation(prompt[-1], TOKENS)
+            assert min(output.accept_lens[:-1]) >= 2, "the level below the root holds the right token"
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+def test_a_draft_vocabulary_of_scattered_ids(rank):
+    """B59: the draft knows a third of the tokens; it is right wherever the true token is among them, and the text is the target's."""
+    hot = tuple(range(0, VOCAB, 3))
+    sizes = EagleSizes(num_steps=3, topk=rank)
+    worker = eagle(markov(), markov_draft(markov(), markov_table(), token_ids=hot), sizes=sizes)
+    engine = build(markov(), worker=worker)
+    prompts = prompts_of(4, seed=9)
+    for prompt, output in zip(prompts, engine.generate(prompts, greedy(TOKENS)), strict=True):
+        text = markov_continuation(prompt[-1], TOKENS)
+        assert output.token_ids == text
+        place = 0
+        for accepted in output.accept_lens[:-1]:
+            place += accepted
+            foreseen = next((i for i in range(3) if text[place - accepted + 1 + i] not in hot), 3)
+            assert accepted == 1 + foreseen
+
+
+@pytest.mark.parametrize("algorithm", ["eagle3", "multi-layer"])
+def test_near_the_end_of_the_drafts_context_decoding_goes_on(algorithm):
+    """A draft made for 40 tokens beside a target made for 128: it drafts up to there, and the request runs to its end."""
+    options = {"kind": algorithm, "context_len": 40}
+    draft = markov_draft(markov(), markov_table(), **options)
+    make = multi_layer_eagle if algorithm == "multi-layer" else eagle
+    engine = build(markov(), worker=make(markov(), draft))
+    output = engine.generate([[1, 2, 3], [4] * 60], greedy(60))
+    assert output[0].token_ids == markov_continuation(3, 60) and output[1].token_ids == markov_continuation(4, 60)
+    assert set(output[1].accept_lens) == {1}
+    first = output[0].accept_lens
+    assert first[0] > 1 and set(first[-15:]) == {1}
+
+
+def test_the_context_can_be_filled_to_its_end():
+    worker = known_worker("eagle3")
+    engine = build(markov(), worker=worker)
+    output = engine.generate([[1] * (CONTEXT - 30)], greedy(60))[0]
+    assert output.finish_reason == "length" and output.token_ids == markov_continuation(1, 30)
+
+
+@pytest.mark.parametrize("num_steps", range(1, 9))
+def test_more_steps_never_accept_less(num_steps):
+    """B13: prompts around the page boundary; every depth accepts its whole chain."""
+    worker = eagle(markov(), markov_draft(markov(), markov_table()), sizes=EagleSizes(num_steps=num_steps))
+    engine = build(markov(), worker=worker, page_size=16)
+    prompts = [[5] * length for length in (15, 16, 17, 31, 32, 33)]
+    for output in engine.generate(prompts, greedy(TOKENS)):
+        assert output.token_ids == markov_continuation(5, TOKENS)
+        assert set(output.accept_lens[:-1]) <= {num_steps + 1}
+
+
+def test_acceptance_does_not_fade():
+    """B18: 400 tokens of a cycle, the draft wrong after every 5th: the accept lengths repeat to the end."""
+    table = [*((token + 1) % 20 for token in range(20)), *range(20, VOCAB)]
+    target = markov_target(table, num_layers=1, context_len=512)
+    worker = eagle(target, markov_draft(target, table, wrong_after=range(0, 20, 5)))
+    output = build(target, worker=worker, max_running=1, page_size=16).generate([[0]], greedy(400))[0]
+    assert output.token_ids == [(token + 1) % 20 for token in range(400)]
+    lens = output.accept_lens[:-1]
+    assert len(set(lens[:8])) > 1 and lens == (lens[:4] * len(lens))[: len(lens)]
+
+
+MIXED = [
+    SamplingParams(max_new_tokens=TOKENS),
+    SamplingParams(max_new_tokens=TOKENS, temperature=1.0, seed=7),
+    SamplingParams(max_new_tokens=TOKENS, temperature=1.0, top_k=1, seed=8),
+    SamplingParams(max_new_tokens=TOKENS, temperature=5.0, top_k=2, seed=9),
+    SamplingParams(max_new_tokens=TOKENS, temperature=0.8, top_p=0.3, seed=10),
+    SamplingParams(max_new_tokens=TOKENS, temperature=0.7, min_p=0.2, seed=11),
+]
+
+
+@pytest.mark.parametrize("shape", ["chain", "tree"])
+def test_sampled_equals_solo_plain_decoding(shape):
+    """B31, B33, B35, B39, B41: greedy and differently sampled requests in one batch, in several rotations, rows leaving early: each keeps its parameters,
+    and its seed fixes its tokens, which are those of plain decoding."""
+    prompts = prompts_of(len(MIXED), seed=5, shortest=4)
+    engine = build(transformer(), "plain", overlap=False, page_size=1, max_running=1)
+    alone = [engine.generate([prompt], params)[0].token_ids for prompt, params in zip(prompts, MIXED, strict=True)]
+    worker = eagle(transformer(), shadow_draft(transformer()), sizes=SHAPES[shape])
+    engine = build(transformer(), worker=worker, max_running=8)
+    for shift in (0, 2, 5):
+        order = [(i + shift) % len(MIXED) for i in range(len(MIXED))]
+        outputs = engine.generate([prompts[i] for i in order], [MIXED[i] for i in order])
+        assert [o.token_ids for o in outputs] == [alone[i] for i in order]
+    assert engine.summary().accept_length > 1.2
+    assert_idle(engine)
+
+
+def test_rejection_sampling_leaves_greedy_rows_alone():
+    """Greedy rows of a batch with sampled ones; seeds fix the sampled ones whatever runs beside them (B35, B39, B41)."""
+    prompts = prompts_of(len(MIXED), seed=5, shortest=4)
+    worker = eagle(transformer(), shadow_draft(transformer()), sizes=SHAPES["chain"], rejection_sampling=True)
+    engine = build(transformer(), worker=worker, max_running=8)
+    together = [o.token_ids for o in engine.generate(prompts, MIXED)]
+    for i in (0, 2):
+        assert together[i] == wanted(tuple(prompts[i])), "temperature 0 and top_k=1 are greedy"
+    for i in (1, 3, 4):
+        assert engine.generate([prompts[i]], MIXED[i])[0].token_ids == together[i]
+    first = engine.generate([prompts[1]], SamplingParams(max_new_tokens=TOKENS, temperature=1.0, seed=12))[0]
+    assert first.token_ids != together[1], "another seed"
+    assert_idle(engine)
