@@ -29,6 +29,7 @@ BatchSize = Annotated[int, typer.Option(help="Rows of a batch, a multiple of the
 SeqLen = Annotated[int, typer.Option(help="Tokens of a row.")]
 LearningRate = Annotated[float, typer.Option(help="At its highest.")]
 WarmupSteps = Annotated[int, typer.Option(help="Steps over which the learning rate rises.")]
+MaxStarts = Annotated[int | None, typer.Option(help="Chains a batch trains on at most: fewer than its rows cost less.")]
 HeldOutEvery = Annotated[int, typer.Option(help="Every n-th prompt is held out of training.")]
 EvalEvery = Annotated[int, typer.Option(help="Steps between evaluations.")]
 CheckpointEvery = Annotated[int, typer.Option(help="Steps between checkpoints.")]
@@ -61,6 +62,7 @@ def train_eagle3(
     learning_rate: LearningRate = 3e-4,
     warmup_steps: WarmupSteps = 50,
     unroll: Annotated[str, typer.Option(help='Depths of the trained chain: "3", or by first step, "0:1,500:3".')] = "3",
+    max_starts: MaxStarts = None,
     held_out_every: HeldOutEvery = 20,
     eval_every: EvalEvery = 200,
     checkpoint_every: CheckpointEvery = 200,
@@ -95,6 +97,7 @@ def train_multi_layer(
     seq_len: SeqLen = 128,
     learning_rate: LearningRate = 3e-4,
     warmup_steps: WarmupSteps = 50,
+    max_starts: MaxStarts = None,
     held_out_every: HeldOutEvery = 20,
     eval_every: EvalEvery = 200,
     checkpoint_every: CheckpointEvery = 200,
@@ -129,7 +132,8 @@ def _run(kind: str, given: dict[str, Any]) -> None:
     from jspec.training.options import TrainOptions, parse_unroll_schedule
     from jspec.training.text import TextOptions
 
-    shared = ("steps", "batch_size", "seq_len", "learning_rate", "warmup_steps", "held_out_every", "eval_every")
+    shared = ("steps", "batch_size", "seq_len", "learning_rate", "warmup_steps")
+    shared += ("max_starts", "held_out_every", "eval_every")
     own = ("out", "features", "draft_vocab_size", "intermediate_size", "init", "storage", "work_dir")
     with _usage_errors():
         options = TrainOptions(

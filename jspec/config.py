@@ -50,9 +50,12 @@ def _as_adaptive_steps(slots) -> tuple[tuple[int, tuple[int, ...]], ...]:
     except (TypeError, ValueError):
         raise TypeError(f"adaptive_steps={slots!r} {rule}") from None
     for first, depths in slots:
-        _check_int("adaptive_steps", first, 1, why="a batch size")
-        for depth in depths:
-            _check_int("adaptive_steps", depth, 0, MAX_VERIFY_WIDTH - 1, why="a draft depth; 0 drafts nothing")
+        try:
+            _check_int("batch size", first, 1)
+            for depth in depths:
+                _check_int("depth", depth, 0, MAX_VERIFY_WIDTH - 1, why="0 drafts nothing")
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"adaptive_steps={slots!r} {rule}: {error}") from None
         if not depths or list(depths) != sorted(set(depths)):
             raise ValueError(f"adaptive_steps={slots} {rule}: the depths {depths} must ascend, and be at least one")
     sizes = [first for first, _ in slots]

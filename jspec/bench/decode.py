@@ -59,7 +59,8 @@ def contender_config(config: EngineConfig, name: str) -> EngineConfig:
     algorithm, *options = name.split(":")
     if algorithm not in ALGORITHMS:
         raise ValueError(f"algorithms: {algorithm!r} is unknown: choose among {', '.join(ALGORITHMS)}")
-    config, given = for_algorithm(config, algorithm), {}
+    config = for_algorithm(config, algorithm)
+    given = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     for option in options:
         field, _, value = option.partition("=")
         if field not in ("num_steps", "topk", "num_draft_tokens") or not value.isdigit():
@@ -67,7 +68,7 @@ def contender_config(config: EngineConfig, name: str) -> EngineConfig:
                 f"algorithms: {option!r} in {name!r} must be num_steps, topk or num_draft_tokens, '=' and a number"
             )
         given[field] = int(value)
-    return dataclasses.replace(config, **given)
+    return EngineConfig(**given)
 
 
 class Prepared(NamedTuple):

@@ -135,8 +135,9 @@ def check_algorithm(config: EngineConfig) -> None:
 def for_algorithm(config: EngineConfig, algorithm: str) -> EngineConfig:
     """`config` for another algorithm, without the options that this one would not heed: for comparing several."""
     config = dataclasses.replace(config, algorithm=algorithm)
-    defaults = {field.name: field.default for field in dataclasses.fields(EngineConfig)}
-    return dataclasses.replace(config, **{name: defaults[name] for name in _unheeded(config)})
+    unheeded = _unheeded(config)
+    kept = {field.name: getattr(config, field.name) for field in dataclasses.fields(EngineConfig)}
+    return EngineConfig(**{name: value for name, value in kept.items() if name not in unheeded})
 
 
 def _unheeded(config: EngineConfig) -> list[str]:

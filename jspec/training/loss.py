@@ -21,15 +21,24 @@ class Batch(NamedTuple):
     )
 
 
-class _Unrolled(NamedTuple):
-    """One depth of the chain, for every start `t`."""
+class _Depth(NamedTuple):
+    """One depth of the chains. `N` starts of a chain are trained on, each a row of the flattened batch."""
 
-    hidden: Any  # [B * T, H]
-    keys: Any  # [B, T, Hkv, D]
+    hidden: Any  # [N, H], or [B * T, H] where the next module reads all rows
+    keys: Any  # [B, T, Hkv, D]; zeros where no chain starts, past the first depth
     values: Any  # [B, T, Hkv, D]
 
 
-def draft_loss(draft: DraftModel, params: Any, target_head: Any, batch: Batch, *, unroll: int, decay: float = 0.9):
+def draft_loss(
+    draft: DraftModel,
+    params: Any,
+    target_head: Any,
+    batch: Batch,
+    *,
+    unroll: int,
+    decay: float = 0.9,
+    max_starts: int | None = None,
+):
     """Soft cross-entropy against the target's distribution over the draft's vocabulary, along an unrolled chain.
 
     "eagle3" and "eagle": training-time test (EAGLE-3, arXiv 2503.01840): depth `k` of the chain that starts at row `t` reads its own hidden state of
@@ -45,6 +54,8 @@ def draft_loss(draft: DraftModel, params: Any, target_head: Any, batch: Batch, *
         batch: see there.
         unroll: depths of the chain.
         decay: weight of depth `k` is `decay ** k`.
+        max_starts: chains that are computed, the first ones in the batch; the others do not count. None: one a row. Prompt and padding start none, so a
+            part of the rows is enough, and costs as much less.
 
     Returns:
         The loss, and `metrics`: "loss" f32[unroll] by depth, "agree" f32[unroll], how often the draft's best token is the text's (for text that the target
@@ -52,30 +63,34 @@ def draft_loss(draft: DraftModel, params: Any, target_head: Any, batch: Batch, *
     """
     full = {"own": params, "shared": draft.params["shared"]}
     num, length = batch.tokens.shape[0], batch.tokens.shape[1] - 1
-    dtype = target_head.dtype
-    start = draft.feature(
+    size, dtype = min(max_starts or num * length, num * length), target_head.dtype
+    (starts,) = jnp.nonzero(batch.weight.reshape(-1) > 0, size=size, fill_value=num * length)
+    feature = draft.feature(
         full,
         batch.captured.reshape(num * length, *batch.captured.shape[2:]).astype(dtype),
         batch.hidden.reshape(num * length, -1).astype(dtype),
     )
-    teacher = jnp.einsum("bth,vh->btv", batch.hidden.astype(dtype), target_head, preferred_element_type=jnp.float32)
-    known = _draft_ids(draft, batch.tokens)
 
-    depths: list[_Unrolled] = []
+    def at_starts(x, ahead: int):
+        """`x[b, t + ahead]` of the starts; 0 past the end."""
+        shifted = _shift(x, ahead)
+        return shifted.reshape(num * length, *x.shape[2:]).at[starts].get(mode="fill", fill_value=0)
+
+    known = _draft_ids(draft, batch.tokens)
+    depths: list[_Depth] = []
     total, losses, agrees = jnp.zeros(()), [], []
-    run = jnp.ones((num, length))  # whether every depth so far foresaw its token
-    accept_len = jnp.ones((num, length))
+    run = accept_len = jnp.ones(size)  # whether every depth so far foresaw its token
+    counts = at_starts(batch.weight, 0)
     for depth in range(unroll):
-        multi = draft.facts.num_modules > 1
-        reads = start if depth == 0 or (multi and not draft.facts.chained) else depths[-1].hidden
-        step = _unroll(draft, full, _shift(batch.tokens[:, 1:], depth), reads, depths, depth=depth, multi=multi)
-        depths.append(step)
-        logits = draft.logits(full, step.hidden, module=depth if multi else 0).reshape(num, length, -1)
+        depths.append(_one_depth(draft, full, batch, feature, depths, starts))
+        hidden = _take(depths[-1].hidden, starts) if draft.facts.chained else depths[-1].hidden
+        logits = draft.logits(full, hidden, module=depth if draft.facts.num_modules > 1 else 0)
         ahead = 1 + depth
-        label = _shift(known[:, 1:], ahead)  # draft id of the token to foresee, -1 where it has none
-        counted = batch.weight * _shift(batch.weight, ahead)
+        teacher = at_starts(batch.hidden, ahead).astype(dtype) @ target_head.T
+        label = at_starts(known[:, 1:], ahead)  # draft id of the token to foresee, -1 where it has none
+        counted = counts * at_starts(batch.weight, ahead)
         weight = counted * (label >= 0)
-        nll = optax.softmax_cross_entropy(logits, jax.nn.softmax(_shift(teacher, ahead), axis=-1))
+        nll = optax.softmax_cross_entropy(logits, jax.nn.softmax(teacher.astype(jnp.float32), axis=-1))
         loss = jnp.sum(nll * weight) / jnp.maximum(jnp.sum(weight), 1.0)
         hit = (jnp.argmax(logits, axis=-1) == label).astype(jnp.float32)
         total += loss * decay**depth
@@ -84,7 +99,7 @@ def draft_loss(draft: DraftModel, params: Any, target_head: Any, batch: Batch, *
         run = run * hit * counted
         accept_len += run
     # Starts whose whole chain lies in the text: near its end a chain is cut short and would look worse than it is.
-    whole = batch.weight * _shift(batch.weight, unroll)
+    whole = counts * at_starts(batch.weight, unroll)
     mean_len = jnp.sum(accept_len * whole) / jnp.maximum(jnp.sum(whole), 1.0)
     metrics = {"loss": jnp.stack(losses), "agree": jnp.stack(agrees), "accept_len": mean_len}
     return total, jax.tree.map(jax.lax.stop_gradient, metrics)
@@ -102,22 +117,38 @@ def _shift(x, by: int):
     return jnp.pad(x[:, by:], ((0, 0), (0, min(by, x.shape[1])), *[(0, 0)] * (x.ndim - 2)))
 
 
-def _unroll(draft: DraftModel, full, next_tokens, hidden, depths: list[_Unrolled], *, depth: int, multi: bool):
-    """One forward of every chain: dense attention over the whole batch."""
-    config = draft.config
-    num, length = next_tokens.shape
-    heads, residual = draft.project_in(full, next_tokens.reshape(-1), hidden, module=depth if multi else 0)
-    position = jnp.tile(jnp.arange(length), num) + (0 if multi else depth)
-    cos, sin = rope(config, position)
-    q, k, v = split_heads(config, heads, cos, sin, hidden.dtype)
-    q, k, v = (x.reshape(num, length, -1, config.head_dim) for x in (q, k, v))
-    if multi or depth == 0:
-        mixed = _attend(q, k, v, [], [])
+def _take(rows, starts):
+    """`rows[starts]`; zeros for starts that there are not."""
+    return rows.at[starts].get(mode="fill", fill_value=0)
+
+
+def _one_depth(draft: DraftModel, full, batch: Batch, feature, depths: list[_Depth], starts) -> _Depth:
+    """The next depth: projections where they are needed, dense attention over the batch."""
+    config, depth = draft.config, len(depths)
+    several, chained = draft.facts.num_modules > 1, draft.facts.chained  # only modules are chained
+    num, length = batch.tokens.shape[0], batch.tokens.shape[1] - 1
+    module = depth if several else 0
+    next_tokens = _shift(batch.tokens[:, 1:], depth).reshape(-1)
+    position = jnp.tile(jnp.arange(length), num)
+    all_rows = several or depth == 0  # the first depth, and every module, reads a feature at each row
+    if all_rows:
+        reads = depths[-1].hidden if chained and depth else feature
     else:
-        keys, values = [d.keys for d in depths] + [k], [d.values for d in depths] + [v]
-        mixed = _attend(q, keys[0], values[0], keys[1:], values[1:])
-    out = draft.project_out(full, residual, mixed.reshape(num * length, -1), module=depth if multi else 0)
-    return _Unrolled(out, k, v)
+        reads, next_tokens, position = depths[-1].hidden, _take(next_tokens, starts), _take(position, starts) + depth
+    heads, residual = draft.project_in(full, next_tokens, reads, module=module)
+    cos, sin = rope(config, position)
+    q, k, v = split_heads(config, heads, cos, sin, reads.dtype)
+    if not all_rows:
+        q, k, v = (jnp.zeros((num * length, *x.shape[1:]), x.dtype).at[starts].set(x, mode="drop") for x in (q, k, v))
+    q, k, v = (x.reshape(num, length, *x.shape[1:]) for x in (q, k, v))
+    own = [] if all_rows else [*depths[1:], _Depth(None, k, v)]
+    first = _Depth(None, k, v) if all_rows else depths[0]
+    mixed = _attend(q, first.keys, first.values, [d.keys for d in own], [d.values for d in own])
+    mixed = mixed.reshape(num * length, -1)
+    if not chained:
+        mixed = _take(mixed, starts)
+        residual = _take(residual, starts) if all_rows else residual
+    return _Depth(draft.project_out(full, residual, mixed, module=module), k, v)
 
 
 def _attend(q, k, v, own_keys, own_values):

@@ -27,6 +27,8 @@ class TrainOptions:
     """(first step, depths of the chain): a longer chain costs more and teaches more. Not for "multi-layer", where every module is a depth."""
     decay: float = 0.9
     """Weight of depth k is decay ** k."""
+    max_starts: int | None = None
+    """Chains a batch trains on at most; None: one from each row. Prompts and padding start none, so fewer than all rows cost less and lose little."""
     include_prompt: bool = False
     """Train on the rows of prompts too."""
     held_out_every: int = 20
@@ -44,6 +46,8 @@ class TrainOptions:
         for name, low in (*((name, 1) for name in at_least_1), ("seq_len", 3), ("warmup_steps", 0), ("seed", 0)):
             if getattr(self, name) < low:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least {low}")
+        if self.max_starts is not None and self.max_starts < 1:
+            raise ValueError(f"max_starts={self.max_starts} must be at least 1, or None for every row")
         for name in ("learning_rate", "clip_norm"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be positive")

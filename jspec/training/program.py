@@ -35,20 +35,27 @@ class Program(NamedTuple):
 
 
 def make_program(
-    draft: DraftModel, target_head: Any, optimizer: optax.GradientTransformation, *, decay: float, mesh: Mesh
+    draft: DraftModel,
+    target_head: Any,
+    optimizer: optax.GradientTransformation,
+    *,
+    decay: float,
+    mesh: Mesh,
+    max_starts: int | None = None,
 ) -> Program:
-    """See `Program`; arguments as of `draft_loss`."""
+    """See `Program`; arguments as of `draft_loss`. An evaluation computes every start."""
     on_every, by_row = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec(AXIS))
     # Arguments of the programs and not constants in them: an embedding table is large.
     fixed = jax.device_put((draft.params["shared"], target_head), on_every)
 
-    def loss(params, fixed, batch: Batch, unroll: int):
+    def loss(params, fixed, batch: Batch, unroll: int, max_starts: int | None = None):
         shared, head = fixed
         whole = draft._replace(params={"own": params, "shared": shared})
-        return draft_loss(whole, params, head, batch, unroll=unroll, decay=decay)
+        return draft_loss(whole, params, head, batch, unroll=unroll, decay=decay, max_starts=max_starts)
 
     def train(state: TrainState, fixed, batch: Batch, unroll: int):
-        (total, metrics), grads = jax.value_and_grad(loss, has_aux=True)(state.params, fixed, batch, unroll)
+        graded = jax.value_and_grad(loss, has_aux=True)
+        (total, metrics), grads = graded(state.params, fixed, batch, unroll, max_starts)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         metrics = metrics | {"total": total, "grad_norm": optax.tree.norm(grads)}
         return TrainState(optax.apply_updates(state.params, updates), opt_state), metrics

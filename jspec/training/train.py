@@ -27,7 +27,16 @@ from jspec.training.warm_start import warm_start
 
 METRICS, PLOT = "metrics.jsonl", "metrics.png"
 # What may change between two parts of a run: it moves no data and shapes no parameter.
-_SCHEDULE = ("steps", "learning_rate", "warmup_steps", "weight_decay", "clip_norm", "unroll_schedule", "decay")
+_SCHEDULE = (
+    "steps",
+    "learning_rate",
+    "warmup_steps",
+    "weight_decay",
+    "clip_norm",
+    "unroll_schedule",
+    "decay",
+    "max_starts",
+)
 _INTERVALS = ("eval_batches", "log_every", "eval_every", "checkpoint_every")
 
 
@@ -77,7 +86,7 @@ def train(
     params = warm_start(jax.random.key(options.seed), config, target, token_ids) if start is None else start
     draft, target_head = _draft_over(config, target, params, token_ids)
     optimizer = make_optimizer(options)
-    program = make_program(draft, target_head, optimizer, decay=options.decay, mesh=mesh)
+    program = make_program(draft, target_head, optimizer, decay=options.decay, mesh=mesh, max_starts=options.max_starts)
     state = program.replicate(TrainState(params, optimizer.init(params)))
 
     checkpoints = Checkpoints(work_dir / "checkpoints", _facts(config, options, sequences, token_ids))
