@@ -47,8 +47,8 @@ def slot_of(rules: DepthRules, batch_size: int) -> int:
 def observe(depths: tuple[Depth, ...], rules: DepthRules, *, batch_size: int, depth: int, accepted: float):
     """The choices after a settled step.
 
-    A candidate `d` whose next lower one is `e` is left downwards when the mean is at most `e - 0.5 + down_hysteresis` (`e` = 0 counts as 0.5), and upwards when
-    the mean exceeds `d - 0.5 + up_hysteresis`. From 0 it therefore rises at every decision: that is how drafting is tried again.
+    A candidate `d` whose next lower one is `e` is left downwards when the mean is at most `e - 0.5 + down_hysteresis` (0.5 + down_hysteresis where `e` is 0),
+    and upwards when the mean exceeds `d - 0.5 + up_hysteresis`. From 0 it therefore rises at every decision: that is how drafting is tried again.
 
     Args:
         depths: one a slot.
@@ -68,8 +68,11 @@ def observe(depths: tuple[Depth, ...], rules: DepthRules, *, batch_size: int, de
 
 
 def _decide(now: Depth, candidates: tuple[int, ...], rules: DepthRules) -> int:
+    def falls_to(lower: int) -> bool:
+        return now.accepted <= (lower - 0.5 if lower else 0.5) + rules.down_hysteresis
+
     place = candidates.index(now.depth)
-    while place > 0 and now.accepted <= max(candidates[place - 1], 0.5) - 0.5 + rules.down_hysteresis:
+    while place > 0 and falls_to(candidates[place - 1]):
         place -= 1
     if candidates[place] < now.depth:
         return candidates[place]

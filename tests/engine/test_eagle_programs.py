@@ -35,7 +35,7 @@ def test_two_dispatches_one_upload_one_download(shape):
     worker = worker_of(shape)
     costs = {}
     for context_len in (64, 128):
-        engine = build(transformer(), worker=worker, context_len=context_len, page_size=4, max_running=4)
+        engine = build(transformer(), worker=worker, context_len=context_len, page_size=64, max_running=4)
         for prompt in prompts_of(4, seed=1):
             engine.submit(prompt[:20], greedy(20))
         with counted_traffic(engine) as traffic:
@@ -84,7 +84,6 @@ def test_depth_0_drafts_nothing_and_tries_again():
     draft = markov_draft(markov(), markov_table(), wrong_after=range(64))
     worker = eagle(markov(), draft, sizes=EagleSizes(num_steps=3, depths=(0, 1, 3)))
     engine = build(markov(), worker=worker, adaptive_steps=((1, (0, 1, 3)),), max_running=2)
-    engine._rules = DepthRules(slots=((1, (0, 1, 3)),), down_hysteresis=0.0)
     seen = set()
     engine.submit([7], greedy(90))
     while engine.has_work:
