@@ -214,8 +214,11 @@ def bench_host(
 def bench_decode(
     model: Model = "smollm2",
     algorithms: Annotated[
-        str, typer.Option(help='Comma-separated; plain always runs. With options: "eagle3:topk=4:num_steps=3".')
-    ] = "plain,ngram,eagle3",
+        str | None,
+        typer.Option(
+            help='Comma-separated; plain always runs. With options: "eagle3:topk=4:num_steps=3". By default those that need no draft, and eagle3 if there is one.'
+        ),
+    ] = None,
     draft: Draft = None,
     prompts: Annotated[list[str] | None, typer.Option(help="bundled, mt-bench, humaneval or all; repeatable.")] = None,
     num_prompts: Annotated[int | None, typer.Option(help="First prompts of each set; all by default.")] = None,
@@ -237,12 +240,16 @@ def bench_decode(
     from jspec.bench.decode import DecodeJob, prepare, run_decode
     from jspec.bench.decode_report import decode_json
     from jspec.bench.tables import decode_tables
+    from jspec.models.shipped_drafts import best_algorithm
+
+    best = best_algorithm(model) if draft is None else "eagle3"
+    names = algorithms.split(",") if algorithms is not None else dict.fromkeys(("plain", "ngram", best))
 
     with _usage_errors():
         job = DecodeJob(
             prompt_sets=tuple(prompts or ["bundled"]),
             num_prompts=num_prompts,
-            algorithms=tuple(name.strip() for name in algorithms.split(",")),
+            algorithms=tuple(name.strip() for name in names),
             params=SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=ignore_eos),
             config=EngineConfig(
                 model=model, page_size=page_size, max_running=batch, num_draft_tokens=num_draft_tokens, draft=draft
@@ -260,15 +267,18 @@ def bench_decode(
 @app.command()
 def demo(
     model: Model = "smollm2",
-    algorithm: Algorithm = "eagle3",
+    algorithm: Annotated[
+        str | None, typer.Option(help="By default eagle3 where a draft comes with jspec, else ngram.")
+    ] = None,
     num_prompts: Annotated[int | None, typer.Option(help="Of the bundled ones, evenly spaced; all by default.")] = None,
     max_new_tokens: MaxNewTokens = 80,
 ) -> None:
     """Decode the bundled prompts with and without speculation: the text as it comes, then both in figures."""
     from jspec.bench.demo import run_demo
+    from jspec.models.shipped_drafts import best_algorithm
 
     with _usage_errors():
-        lossless = run_demo(model, algorithm, num_prompts, max_new_tokens, progress=_progress)
+        lossless = run_demo(model, algorithm or best_algorithm(model), num_prompts, max_new_tokens, progress=_progress)
     raise typer.Exit(0 if lossless else 1)
 
 

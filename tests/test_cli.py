@@ -10,6 +10,10 @@ from typer.testing import CliRunner
 
 from jspec.cli import app
 from jspec.cli_generate import SUMMARY_KEYS, InTurn
+from jspec.models.eagle_files import save_draft
+from jspec.models.loading import load_model
+from jspec.models.tiny import random_target
+from jspec.models.tiny_draft import random_draft
 
 REQUEST_KEYS = {"rid", "prompt_token_ids", "token_ids", "text", "finish_reason", "accept_lens", "algorithm"}
 
@@ -221,6 +225,12 @@ def test_jsonl_prompts(models, tmp_path, name):
         (["--num-draft-tokens", "1"], ["num_draft_tokens=1", "at least 2"]),
         (["--kernels", "cuda"], ["kernels='cuda'", "xla"]),
         (["--algorithm", "eagle9"], ["algorithm='eagle9'", "ngram"]),
+        (["--algorithm", "eagle3"], ["draft=None", "jspec train"]),
+        (["--algorithm", "eagle3", "--draft", "no/such/draft"], ["draft='no/such/draft'"]),
+        (["--draft", "no/such/draft"], ["draft=no/such/draft", "'ngram'", "'eagle3'"]),
+        (["--topk", "0"], ["topk=0", "[1, 32]"]),
+        (["--adaptive-steps", "1;2"], ["adaptive_steps='1;2'", "1:1,3,5"]),
+        (["--adaptive-steps", "1:3,1"], ["adaptive_steps=", "ascend"]),
         (["--model", "no/such/model"], ["no/such/model"]),
         (["--prompt-file", "no/such/file"], ["no/such/file"]),
     ],
@@ -250,6 +260,28 @@ def test_prompts_that_nobody_can_read(models, tmp_path):
     assert_usage_error(generate(models["raw"]), "--prompt")
     assert_usage_error(generate(models["mute"], "--prompt", "abc"), "no tokenizer")
     assert_usage_error(generate(models["raw"], "--prompt", "abc", "--chat"), "no chat template")
+
+
+def test_a_draft_of_ones_own(models, tmp_path):
+    """The text is plain's with every kind of draft; a draft of another model is refused in one line."""
+    target = load_model(models["raw"]).target
+    for kind in ("eagle3", "eagle", "multi-layer"):
+        save_draft(tmp_path / kind, random_draft(target, 0, kind=kind))
+    plain, _ = records(generate(models["raw"], *TWO_PROMPTS, "--json", "--algorithm", "plain"))
+    for algorithm, kind, options in (
+        ("eagle3", "eagle3", ["--num-steps", 2]),
+        ("eagle3", "eagle3", ["--num-steps", 3, "--topk", 2, "--num-draft-tokens", 6]),
+        ("eagle", "eagle", ["--adaptive-steps", "1:1,2"]),
+        ("multi-layer-eagle", "multi-layer", ["--rejection-sampling"]),
+    ):
+        draft = ["--algorithm", algorithm, "--draft", tmp_path / kind]
+        drafted, _ = records(generate(models["raw"], *TWO_PROMPTS, "--json", *draft, *options))
+        assert [r["token_ids"] for r in drafted] == [r["token_ids"] for r in plain]
+        assert {r["algorithm"] for r in drafted} == {algorithm}
+    other = random_draft(random_target(0), 0)
+    save_draft(tmp_path / "other", other)
+    result = generate(models["raw"], "--prompt", "abc", "--algorithm", "eagle3", "--draft", tmp_path / "other")
+    assert_usage_error(result, "config.json", "vocab_size=64", "258")
 
 
 # --- bench ------------------------------------------------------------------------------------------------------------------

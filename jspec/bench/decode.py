@@ -14,7 +14,7 @@ from jspec.bench.prompts import PromptSet, check_readable, encode_prompt, load_p
 from jspec.config import EngineConfig, SamplingParams
 from jspec.engine import Emission, Engine
 from jspec.models.loading import LoadedModel, load_model
-from jspec.spec_workers import ALGORITHMS, for_algorithm
+from jspec.spec_workers import ALGORITHMS, check_algorithm, for_algorithm
 
 WARM_UP_TOKENS = 4
 
@@ -86,8 +86,10 @@ def prepare(job: DecodeJob) -> Prepared:
     """Reads prompts and model.
 
     Raises:
-        OSError, ValueError: a set or a model that is not there, or cannot be used.
+        OSError, ValueError: a set, a model or a draft that is not there, or cannot be used.
     """
+    for name in job.algorithms:
+        check_algorithm(contender_config(job.config, name))
     sets = load_prompt_sets(job.prompt_sets, num_prompts=job.num_prompts)
     loaded = load_model(job.config.model, kernels=job.config.kernels)
     tokenizer = check_readable(loaded, job.chat)

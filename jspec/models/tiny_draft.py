@@ -39,11 +39,11 @@ def markov_draft(
     for token in wrong:
         shown[:, token] = np.eye(size, dtype=np.float32)[(token + 1) % size]
     params = _zeros(config)
+    length = np.sqrt(size / (1 + size * config.rms_norm_eps))  # of a one-hot row under RMSNorm
     if kind == "eagle3":
         # The feature is the one-hot row of token j; the MLP turns it into that of token j + 1, whose successor the head names.
         table = np.zeros((size, size), np.float32)
         table[np.asarray(next_token), np.arange(size)] = 1.0
-        length = np.sqrt(size / (1 + size * config.rms_norm_eps))  # of a one-hot row under RMSNorm
         module = params["module_0"]
         identity = np.eye(config.intermediate_size, size, dtype=np.float32)
         module["gate_up"] = jnp.asarray(np.concatenate([identity, identity]))
@@ -61,7 +61,7 @@ def markov_draft(
         return _build(target, config, params, options)
     for i in range(config.num_modules):
         blank = np.zeros((size, size), np.float32)
-        halves = (shown, blank) if kind == "eagle" else (blank, shown)
+        halves = (shown * length, blank) if kind == "eagle" else (blank, shown)
         params[f"module_{i}"]["fc"] = jnp.asarray(np.concatenate(halves, axis=1))
     return _build(target, config, params, options)
 

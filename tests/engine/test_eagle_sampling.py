@@ -12,7 +12,7 @@ from engine.kit import build
 
 from jspec import SamplingParams
 from jspec.models.tiny import bigram_target
-from jspec.models.tiny_draft import random_draft
+from jspec.models.tiny_draft import markov_draft, random_draft
 from jspec.spec_workers import EagleSizes, eagle, multi_layer_eagle
 
 V, TOKENS, DRAWS = 6, 4, 20_000
@@ -109,8 +109,6 @@ def test_the_joint_law_of_four_tokens(kind, filters):
 def test_rejection_accepts_more_than_a_best_guess():
     """Where draft and target are the same and unsure, drawing drafts accepts them all; proposing the best accepts its probability."""
     target = bigram_target(TABLE, num_layers=1, num_heads=1, context_len=64)
-    from jspec.models.tiny_draft import markov_draft
-
     draft = markov_draft(target, range(V), kind="eagle", num_heads=1)  # shows the target's own head the token itself
     accept = {}
     for rejection in (True, False):
