@@ -132,8 +132,8 @@ def _run(kind: str, given: dict[str, Any]) -> None:
     from jspec.training.options import TrainOptions, parse_unroll_schedule
     from jspec.training.text import TextOptions
 
-    shared = ("steps", "batch_size", "seq_len", "learning_rate", "warmup_steps")
-    shared += ("max_starts", "held_out_every", "eval_every")
+    sizes = ("steps", "batch_size", "seq_len", "learning_rate", "warmup_steps")
+    shared = (*sizes, "max_starts", "held_out_every", "eval_every")
     own = ("out", "features", "draft_vocab_size", "intermediate_size", "init", "storage", "work_dir")
     with _usage_errors():
         options = TrainOptions(

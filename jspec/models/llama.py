@@ -183,7 +183,17 @@ def llama_target(
         raise ValueError(f"{kernels=} is unknown: choose one of {KERNEL_BACKENDS}")
     dtype = jnp.dtype(dtype)
     check_params(params, param_shapes(config, dtype))
-    return TargetModel(_facts(config, dtype), params, *_functions(config, kernels, dtype), config)
+    init_kv, forward, logits, embedding, head = _functions(config, kernels, dtype)
+    return TargetModel(
+        _facts(config, dtype),
+        params,
+        init_kv=init_kv,
+        forward=forward,
+        logits=logits,
+        embedding=embedding,
+        head=head,
+        config=config,
+    )
 
 
 @functools.lru_cache(maxsize=32)

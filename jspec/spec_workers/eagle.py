@@ -71,18 +71,18 @@ def eagle(
 
     Source: EAGLE (arXiv 2401.15077), EAGLE-2 (2406.16858), EAGLE-3 (2503.01840); SGLang's EAGLE worker of Spec V2.
     """
-    sizes = sizes or EagleSizes()
-    _check(target, draft, sizes, rejection_sampling)
-    topk, num_steps, layers = sizes.topk, sizes.num_steps, draft.facts.capture_layers
-    output_stride = min(num_steps, sizes.verify_width - 1) + 1
+    shape = sizes or EagleSizes()
+    _check(target, draft, shape, rejection_sampling)
+    topk, num_steps, layers = shape.topk, shape.num_steps, draft.facts.capture_layers
+    output_stride = min(num_steps, shape.verify_width - 1) + 1
 
-    def init(device_sizes: DeviceSizes) -> DeviceState:
+    def init(sizes: DeviceSizes) -> DeviceState:
         embedding = target.embedding(target.params)
         drawn_from = jax.ShapeDtypeStruct((draft.facts.draft_vocab_size,), jnp.float32)
         return init_device(
-            device_sizes,
-            kv_pages=target.init_kv(device_sizes.num_pages, device_sizes.page_size),
-            draft_kv_pages=draft.init_kv(device_sizes.num_pages, device_sizes.page_size),
+            sizes,
+            kv_pages=target.init_kv(sizes.num_pages, sizes.page_size),
+            draft_kv_pages=draft.init_kv(sizes.num_pages, sizes.page_size),
             carry=Carry(
                 bonus=jax.ShapeDtypeStruct((), jnp.int32),
                 topk_probs=jax.ShapeDtypeStruct((topk,), jnp.float32),
@@ -141,29 +141,37 @@ def eagle(
         if rejection_sampling and depth:
             probs = widen(draft, params["draft"], jnp.stack(distributions, axis=1))
         begun = begun._replace(device=dataclasses.replace(begun.device, draft_kv_pages=draft_kv_pages))
-        options = {"layers": layers, "output_stride": output_stride}
-        return verify_chain(target, params["target"], begun, inputs, candidates, probs, **options)
+        return verify_chain(
+            target,
+            params["target"],
+            begun,
+            inputs,
+            candidates,
+            probs,
+            layers=layers,
+            output_stride=output_stride,
+        )
 
     def draft_tree(params, begun: Start, rows) -> tuple[Tree, Any]:
         """The tree to verify, and the draft's pool. A level's nodes are written behind those of the levels before."""
         device, page_table, seq_lens, carry, *_ = begun
         beam, candidates = first_level(carry.topk_probs, carry.topk_ids)
-        kv_pages, shape = device.draft_kv_pages, (rows.shape[0], topk)
+        kv_pages, level_shape = device.draft_kv_pages, (rows.shape[0], topk)
         hidden = jnp.repeat(carry.hidden[:, None], topk, axis=1)
-        seen = jnp.zeros(shape, jnp.uint32)
+        seen = jnp.zeros(level_shape, jnp.uint32)
         for i in range(num_steps - 1):
             own = jnp.uint32(1) << (i * topk + jnp.arange(topk, dtype=jnp.uint32))
             seen = jnp.take_along_axis(seen, beam.parents, axis=1) | own
             above = jnp.take_along_axis(hidden, beam.parents[..., None], axis=1)
             tokens = draft.token_ids(params["draft"], beam.tokens)
-            level = {"depths": jnp.full(shape, i, jnp.int32), "ancestors": seen, "start": i * topk}
+            level = {"depths": jnp.full(level_shape, i, jnp.int32), "ancestors": seen, "start": i * topk}
             batch = verify_batch(rows, seq_lens, tokens, page_table, page_size=device.page_size, **level)
-            flat = (tokens.reshape(-1), above.reshape(shape[0] * topk, -1))
+            flat = (tokens.reshape(-1), above.reshape(tokens.size, -1))
             hidden, kv_pages = draft.forward(params["draft"], *flat, batch, kv_pages)
-            hidden = hidden.reshape(*shape, -1)
+            hidden = hidden.reshape(*level_shape, -1)
             beam, candidates = next_level(beam, candidates, *best_tokens(draft.logits(params["draft"], hidden), topk))
         candidates = candidates._replace(tokens=draft.token_ids(params["draft"], candidates.tokens))
-        return prune(candidates, carry.bonus, sizes.verify_width), kv_pages
+        return prune(candidates, carry.bonus, shape.verify_width), kv_pages
 
     def verify_as_tree(params, device: DeviceState, inputs: DecodeInputs, *, table_width: int, depth: int):
         rows = inputs.rows
@@ -206,9 +214,9 @@ def eagle(
 
     return SpecWorker(
         name=name,
-        verify_width=sizes.verify_width,
+        verify_width=shape.verify_width,
         output_stride=output_stride,
-        alloc_len=sizes.alloc_len,
+        alloc_len=shape.alloc_len,
         num_non_draft_tokens=1,
         fixed_accept=None,
         verify_kind=VerifyKind.CHAIN if topk == 1 else VerifyKind.TREE,
@@ -220,7 +228,7 @@ def eagle(
         extend_commit=extend_commit,
         verify_phase=verify_as_chain if topk == 1 else verify_as_tree,
         commit_phase=commit_phase,
-        depths=sizes.depths,
+        depths=shape.depths,
         draft_kv_bytes_per_token=draft.facts.kv_bytes_per_token,
     )
 

@@ -28,15 +28,15 @@ class EagleSizes:
         if self.topk < 1:
             raise ValueError(f"topk={self.topk} must be at least 1; 1 drafts a chain")
         most = 1 + self.topk + (self.num_steps - 1) * self.topk**2 if self.topk > 1 else self.num_steps + 1
-        if self.num_draft_tokens is None:
-            object.__setattr__(self, "num_draft_tokens", most if self.topk == 1 else min(most, 8))
-        if self.topk == 1 and self.num_draft_tokens != most:
+        width = (most if self.topk == 1 else min(most, 8)) if self.num_draft_tokens is None else self.num_draft_tokens
+        object.__setattr__(self, "num_draft_tokens", width)
+        if self.topk == 1 and width != most:
             raise ValueError(
-                f"num_draft_tokens={self.num_draft_tokens} must be num_steps + 1 = {most} for a chain (topk=1): leave it out, or raise topk"
+                f"num_draft_tokens={width} must be num_steps + 1 = {most} for a chain (topk=1): leave it out, or raise topk"
             )
-        if not 2 <= self.num_draft_tokens <= min(most, MAX_VERIFY_WIDTH):
+        if not 2 <= width <= min(most, MAX_VERIFY_WIDTH):
             raise ValueError(
-                f"num_draft_tokens={self.num_draft_tokens} must lie in [2, {min(most, MAX_VERIFY_WIDTH)}]: a tree of num_steps={self.num_steps} and "
+                f"num_draft_tokens={width} must lie in [2, {min(most, MAX_VERIFY_WIDTH)}]: a tree of num_steps={self.num_steps} and "
                 f"topk={self.topk} has {most} nodes with the pending one, and at most {MAX_VERIFY_WIDTH} can be verified"
             )
         if (self.num_steps - 1) * self.topk > MAX_VERIFY_WIDTH:

@@ -112,8 +112,16 @@ def multi_layer_eagle(
         begun = start(device, inputs, table_width=table_width, depth=depth, context_len=draft.facts.context_len)
         candidates = jnp.concatenate([begun.carry.bonus[:, None], begun.carry.drafts], axis=1)
         probs = widen(draft, params["draft"], begun.carry.draft_probs) if rejection_sampling else None
-        options = {"layers": draft.facts.capture_layers, "output_stride": steps + 1}
-        return verify_chain(target, params["target"], begun, inputs, candidates, probs, **options)
+        return verify_chain(
+            target,
+            params["target"],
+            begun,
+            inputs,
+            candidates,
+            probs,
+            layers=draft.facts.capture_layers,
+            output_stride=steps + 1,
+        )
 
     def commit_phase(params, device: DeviceState, inputs: DecodeInputs, handoff: Handoff, *, table_width: int):
         rows, tokens, accept_lens = inputs.rows, handoff.tokens, handoff.accept_lens
