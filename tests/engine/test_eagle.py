@@ -24,7 +24,7 @@ from engine.kit import (
 )
 
 from jspec import SamplingParams
-from jspec.models.tiny import markov_target
+from jspec.models.tiny import bigram_target, markov_target
 from jspec.models.tiny_draft import markov_draft, random_draft
 from jspec.spec_workers import EagleSizes, eagle, multi_layer_eagle
 
@@ -238,3 +238,47 @@ def test_rejection_sampling_leaves_greedy_rows_alone():
     first = engine.generate([prompts[1]], SamplingParams(max_new_tokens=TOKENS, temperature=1.0, seed=12))[0]
     assert first.token_ids != together[1], "another seed"
     assert_idle(engine)
+
+
+@pytest.mark.parametrize("rejection", [True, False], ids=["rejection", "match"])
+def test_sampled_requests_join_and_leave_greedy_ones(rejection):
+    """B41: the drafts of the steps before were made for a batch that was all greedy, and the other way round."""
+    worker = eagle(transformer(), shadow_draft(transformer()), sizes=SHAPES["chain"], rejection_sampling=rejection)
+    engine = build(transformer(), worker=worker, max_running=8)
+    prompts = prompts_of(8, seed=11)
+    hot = [SamplingParams(max_new_tokens=12, temperature=0.8, seed=seed) for seed in range(8)]
+    alone = [engine.generate([prompts[i]], hot[i])[0].token_ids for i in range(4, 8)]
+    outputs = {}
+
+    def run(steps):
+        for _ in range(steps):
+            for emission in engine.step():
+                if emission.output is not None:
+                    outputs[emission.rid] = emission.output.token_ids
+
+    for i in range(4):
+        engine.submit(prompts[i], greedy(TOKENS), rid=str(i))
+    run(3)
+    for i in range(4, 8):
+        engine.submit(prompts[i], hot[i], rid=str(i))
+        run(1)
+    engine.abort("2")
+    run(200)
+    assert [outputs[str(i)] for i in range(4, 8)] == alone
+    assert [outputs[str(i)] for i in (0, 1, 3)] == [wanted(tuple(prompts[i])) for i in (0, 1, 3)]
+    assert_idle(engine)
+
+
+def test_exact_ties_go_to_the_lower_id():
+    """B35: two tokens that tie exactly; greedy requests take the lower one, alone or beside sampled ones, whatever their filters say."""
+    table = np.zeros((VOCAB, VOCAB), np.float32)
+    table[:, [9, 4]] = 5.0
+    target = bigram_target(table, num_layers=1, context_len=CONTEXT)
+    for topk in (1, 3):
+        worker = eagle(target, random_draft(target, 0), sizes=EagleSizes(num_steps=3, topk=topk))
+        engine = build(target, worker=worker, max_running=8)
+        params = [greedy(TOKENS), SamplingParams(max_new_tokens=TOKENS, top_p=0.9)]
+        params += [SamplingParams(max_new_tokens=TOKENS, temperature=1.0, seed=seed) for seed in range(6)]
+        outputs = engine.generate([[1, 2]] * 8, params)
+        assert [set(o.token_ids) for o in outputs[:2]] == [{4}, {4}]
+        assert {9, 4} <= set().union(*(o.token_ids for o in outputs[2:]))

@@ -1,0 +1,72 @@
+"""The drafts that come with jspec: small, licensed, recorded, and harmless on real prompts."""
+
+import json
+
+import pytest
+
+from jspec import Engine, EngineConfig, SamplingParams
+from jspec.bench.decode_compare import first_difference
+from jspec.bench.fitting import fit_config
+from jspec.bench.prompts import encode_prompt, load_prompt_sets
+from jspec.models.loading import load_model
+from jspec.models.shipped_drafts import FOLDER, SHIPPED, best_algorithm, find_draft
+
+MAX_BYTES = 12e6
+
+
+@pytest.mark.parametrize(("model", "algorithm"), SHIPPED)
+def test_what_lies_beside_a_draft(model, algorithm):
+    folder = find_draft(algorithm, model)
+    assert (folder / "model.safetensors").stat().st_size <= MAX_BYTES
+    assert "Apache License" in (folder / "LICENSE").read_text("utf-8")
+    record = json.loads((folder / "training.json").read_text("utf-8"))
+    assert record["held_out"]["accept_len"] > 1.3 and record["tokens"] > 100_000 and record["sequences"] > 1000
+    assert json.loads((folder / "config.json").read_text("utf-8"))["draft_vocab_size"] < 49152
+
+
+def test_nothing_else_is_shipped():
+    assert sorted(folder.name for folder in FOLDER.iterdir()) == sorted(SHIPPED.values())
+    assert best_algorithm("smollm2") == "eagle3" and best_algorithm("some/path") == "ngram"
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    try:
+        return load_model()
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+
+
+def engine_of(loaded, prompts, **settings):
+    config = EngineConfig(max_running=1, **settings)
+    fitted = fit_config(config, [len(p) for p in prompts], max_new_tokens=64, model_context_len=8192)
+    return Engine(fitted, target=loaded.target, tokenizer=loaded.tokenizer)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"algorithm": "eagle3"},
+        {"algorithm": "eagle3", "num_steps": 4, "topk": 3, "num_draft_tokens": 8},
+        {"algorithm": "multi-layer-eagle"},
+    ],
+    ids=["chain", "tree", "multi-layer"],
+)
+def test_fifty_real_prompts(loaded, settings):
+    """Greedy on 25 prompts of MT-bench and 25 of HumanEval: plain's text, token for token, and more than a token a verify."""
+    try:
+        sets = load_prompt_sets(["mt-bench", "humaneval"], num_prompts=25)
+    except ValueError as error:
+        pytest.skip(str(error))
+    prompts = [encode_prompt(loaded.tokenizer, text) for prompt_set in sets for text in prompt_set.texts]
+    params = SamplingParams(max_new_tokens=64)
+    plain = engine_of(loaded, prompts, algorithm="plain").generate(prompts, params)
+    engine = engine_of(loaded, prompts, **settings)
+    drafted = engine.generate(prompts, params)
+    pairs = zip(prompts, plain, drafted, strict=True)
+    found = [first_difference(loaded.target, i, p, a.token_ids, b.token_ids) for i, (p, a, b) in enumerate(pairs)]
+    differences = [difference for difference in found if difference is not None]
+    print(f"{len(differences)} near ties: {differences}")
+    assert all(difference.near_tie for difference in differences) and len(differences) <= 1
+    assert engine.summary().accept_length > 1.4
