@@ -1,13 +1,13 @@
 """The `jspec` command. JAX and everything built on it is imported inside the commands, so that `--help` is quick."""
 
-import contextlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from importlib.metadata import version
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 
+from jspec.cli_errors import print_error, usage_errors
 from jspec.cli_train import app as train
 from jspec.config import EngineConfig, SamplingParams
 
@@ -37,26 +37,6 @@ Draft = Annotated[
     str | None, typer.Option(help="Directory of a draft model. By default the one that comes with jspec for the model.")
 ]
 MaxNewTokens = Annotated[int, typer.Option(help="Most tokens a prompt may get.")]
-
-
-def _error(message: object) -> None:
-    typer.echo("error: " + " ".join(str(message).split()), err=True)
-
-
-def _refuse_usage(message: object) -> NoReturn:
-    _error(message)
-    raise typer.Exit(2)
-
-
-@contextlib.contextmanager
-def _usage_errors() -> Iterator[None]:
-    """What the user got wrong becomes one line and exit code 2."""
-    try:
-        yield
-    except OSError as error:
-        _refuse_usage(f"{error.filename}: {error.strerror}" if error.filename else error)
-    except (TypeError, ValueError) as error:
-        _refuse_usage(error)
 
 
 def _progress(jobs: Iterable, *, total: int) -> Iterable:
@@ -135,7 +115,7 @@ def generate(
     """
     from jspec.cli_generate import Generation
 
-    with _usage_errors():
+    with usage_errors():
         params = SamplingParams(
             max_new_tokens=max_new_tokens,
             temperature=temperature,
@@ -164,7 +144,7 @@ def generate(
             checked=checked,
         )
         generation = Generation(
-            prompt or [], prompt_file, chat=chat, config=config, params=params, progress=_progress, error=_error
+            prompt or [], prompt_file, chat=chat, config=config, params=params, progress=_progress, error=print_error
         )
     raise typer.Exit(0 if generation.run(stream=stream, as_json=as_json) else 1)
 
@@ -202,7 +182,7 @@ def bench_host(
     from jspec.bench.host import host_json, measure_host
     from jspec.bench.tables import host_tables
 
-    with _usage_errors():
+    with usage_errors():
         costs = [
             measure_host(count, context_len=context_len, page_size=page_size, iterations=iterations, progress=_progress)
             for count in rows or (16, 64, 256)
@@ -245,7 +225,7 @@ def bench_decode(
     best = best_algorithm(model) if draft is None else "eagle3"
     names = algorithms.split(",") if algorithms is not None else dict.fromkeys(("plain", "ngram", best))
 
-    with _usage_errors():
+    with usage_errors():
         job = DecodeJob(
             prompt_sets=tuple(prompts or ["bundled"]),
             num_prompts=num_prompts,
@@ -277,7 +257,7 @@ def demo(
     from jspec.bench.demo import run_demo
     from jspec.models.shipped_drafts import best_algorithm
 
-    with _usage_errors():
+    with usage_errors():
         lossless = run_demo(model, algorithm or best_algorithm(model), num_prompts, max_new_tokens, progress=_progress)
     raise typer.Exit(0 if lossless else 1)
 

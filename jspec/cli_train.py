@@ -7,6 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
+from jspec.cli_errors import usage_errors
+
 app = typer.Typer(help="Train a draft for a target.", no_args_is_help=True)
 
 Model = Annotated[str, typer.Option(help='The target: a GGUF file, a Hugging Face directory, or "smollm2".')]
@@ -126,7 +128,6 @@ def _run(kind: str, given: dict[str, Any]) -> None:
     """Train as the options of a command say."""
     import shutil
 
-    from jspec.cli import _usage_errors
     from jspec.models.loading import load_model
     from jspec.training.job import TrainJob, run_job
     from jspec.training.options import TrainOptions, parse_unroll_schedule
@@ -135,7 +136,7 @@ def _run(kind: str, given: dict[str, Any]) -> None:
     sizes = ("steps", "batch_size", "seq_len", "learning_rate", "warmup_steps")
     shared = (*sizes, "max_starts", "held_out_every", "eval_every")
     own = ("out", "features", "draft_vocab_size", "intermediate_size", "init", "storage", "work_dir")
-    with _usage_errors():
+    with usage_errors():
         options = TrainOptions(
             **{name: given[name] for name in (*shared, "checkpoint_every", "include_prompt", "seed")},
             unroll_schedule=parse_unroll_schedule(given.get("unroll", "1")),

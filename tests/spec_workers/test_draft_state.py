@@ -47,9 +47,14 @@ def carries(worker, prompts, *, num_tokens: int, **settings):
     return seen, [texts[rid] for rid in rids]
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "eagle"])
-@pytest.mark.parametrize("shape", SIZES)
-@pytest.mark.parametrize("page_size", [1, 16])
+CASES = [("eagle3", "chain", 1), ("eagle3", "tree", 16), ("eagle", "tree", 1), ("eagle3", "narrow tree", 1)]
+EVERY = [(kind, shape, page) for kind in ("eagle3", "eagle") for shape in SIZES for page in (1, 16)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "page_size"),
+    [pytest.param(*case, marks=() if case in CASES else pytest.mark.slow) for case in EVERY],
+)
 def test_after_verifies_the_carry_is_that_of_a_prefill(kind, shape, page_size):
     hot = HOT if kind == "eagle3" else None
     worker = eagle(transformer(), draft(kind, hot), sizes=SIZES[shape])
@@ -89,11 +94,11 @@ def test_drafts_do_not_depend_on_neighbours():
             np.testing.assert_allclose(carry.hidden, together[i, frontier].hidden, atol=2e-4)
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("page_size", [pytest.param(1, marks=pytest.mark.slow), 16])
 def test_nan_in_every_slot_that_must_not_be_read(page_size):
     """B67: pools full of NaN change nothing: not the text, not one proposal."""
     prompts = prompts_of(3, seed=6, longest=20)
-    for shape in SIZES.values():
+    for shape in (SIZES["chain"], SIZES["tree"]):
         worker = eagle(transformer(), draft("eagle3", HOT), sizes=shape)
         clean, texts = carries(worker, prompts, num_tokens=10, page_size=page_size)
 
