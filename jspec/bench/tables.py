@@ -53,7 +53,8 @@ def speed_table(title: str, contenders: Sequence[Contender], *, goals: bool) -> 
         "compiles after warm-up": "0",
         "identical output": "yes",
     }
-    table = _table(title, [*(c.algorithm for c in contenders), *(["goal"] if goals else [])])
+    names = [c.algorithm.replace(":", "\n") for c in contenders]  # options below the name
+    table = _table(title, [*names, *(["goal"] if goals else [])])
 
     def row(label: str, cells: Sequence[str]) -> None:
         table.add_row(label, *cells, *([goal.get(label, "")] if goals else []))

@@ -114,7 +114,7 @@ def save_draft(
     folder = pathlib.Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     with _replacing(folder / WEIGHTS) as new:
-        safetensors.numpy.save_file(tensors, new, metadata={"format": "pt"})
+        new.write_bytes(safetensors.numpy.save(tensors, metadata={"format": "pt"}))
     texts = {CONFIG: config_to_json(config, torch_dtype="float32" if storage == "int8" else storage)}
     if record is not None:
         texts[RECORD] = dict(record)

@@ -47,13 +47,20 @@ def _pass_on(fc: jax.Array, *, first: int) -> jax.Array:
 
 
 def _layer(module: Mapping[str, Any], config: EagleConfig, source: Mapping[str, Any], last: int) -> dict[str, Any]:
-    """`module` with the matrices and norms of the target's layer `last` that fit."""
+    """`module` with the matrices and norms of the target's layer `last` that fit; a narrower MLP gets the neurons that weigh most."""
     module, layer = dict(module), source.get(f"layer_{last}")
     if not isinstance(layer, Mapping) or "norms" not in source:
         return module
-    for name in ("o", "gate_up", "down"):
-        if name in layer and layer[name].shape == module[name].shape:
-            module[name] = jnp.asarray(layer[name], jnp.float32)
+    if "o" in layer and layer["o"].shape == module["o"].shape:
+        module["o"] = jnp.asarray(layer["o"], jnp.float32)
+    width, size = config.intermediate_size, config.hidden_size
+    if {"gate_up", "down"} <= set(layer) and layer["down"].shape[0] == size and layer["down"].shape[1] >= width:
+        gate, up = jnp.split(jnp.asarray(layer["gate_up"], jnp.float32), 2)
+        down = jnp.asarray(layer["down"], jnp.float32)
+        weight = jnp.linalg.norm(down, axis=0) * jnp.linalg.norm(up, axis=1)
+        neurons = jnp.sort(jax.lax.top_k(weight, width)[1])
+        module["gate_up"] = jnp.concatenate([gate[neurons], up[neurons]])
+        module["down"] = down[:, neurons]
     feature = slice(-config.hidden_size, None)  # of "eagle3" the second half of the input, the only one elsewhere
     if "qkv" in layer and layer["qkv"].shape == module["qkv"][:, feature].shape:
         module["qkv"] = module["qkv"].at[:, feature].set(jnp.asarray(layer["qkv"], jnp.float32))
