@@ -32,6 +32,10 @@ SeqLen = Annotated[int, typer.Option(help="Tokens of a row.")]
 LearningRate = Annotated[float, typer.Option(help="At its highest.")]
 WarmupSteps = Annotated[int, typer.Option(help="Steps over which the learning rate rises.")]
 MaxStarts = Annotated[int | None, typer.Option(help="Chains a batch trains on at most: fewer than its rows cost less.")]
+CopyHeads = Annotated[
+    int, typer.Option(help="Query heads taught to find where the text last ended as it does now, and to copy.")
+]
+CopyWeight = Annotated[float, typer.Option(help="Weight of that lesson beside the loss of the tokens.")]
 HeldOutEvery = Annotated[int, typer.Option(help="Every n-th prompt is held out of training.")]
 EvalEvery = Annotated[int, typer.Option(help="Steps between evaluations.")]
 CheckpointEvery = Annotated[int, typer.Option(help="Steps between checkpoints.")]
@@ -65,6 +69,8 @@ def train_eagle3(
     warmup_steps: WarmupSteps = 50,
     unroll: Annotated[str, typer.Option(help='Depths of the trained chain: "3", or by first step, "0:1,500:3".')] = "3",
     max_starts: MaxStarts = None,
+    copy_heads: CopyHeads = 0,
+    copy_weight: CopyWeight = 0.3,
     held_out_every: HeldOutEvery = 20,
     eval_every: EvalEvery = 200,
     checkpoint_every: CheckpointEvery = 200,
@@ -100,6 +106,8 @@ def train_multi_layer(
     learning_rate: LearningRate = 3e-4,
     warmup_steps: WarmupSteps = 50,
     max_starts: MaxStarts = None,
+    copy_heads: CopyHeads = 0,
+    copy_weight: CopyWeight = 0.3,
     held_out_every: HeldOutEvery = 20,
     eval_every: EvalEvery = 200,
     checkpoint_every: CheckpointEvery = 200,
@@ -134,7 +142,7 @@ def _run(kind: str, given: dict[str, Any]) -> None:
     from jspec.training.text import TextOptions
 
     sizes = ("steps", "batch_size", "seq_len", "learning_rate", "warmup_steps")
-    shared = (*sizes, "max_starts", "held_out_every", "eval_every")
+    shared = (*sizes, "max_starts", "copy_heads", "copy_weight", "held_out_every", "eval_every")
     own = ("out", "features", "draft_vocab_size", "intermediate_size", "init", "storage", "work_dir")
     with usage_errors():
         options = TrainOptions(

@@ -8,6 +8,7 @@ import optax
 
 from jspec.models.draft import DraftModel
 from jspec.models.eagle_draft import rope, split_heads
+from jspec.training.copying import copy_source
 
 
 class Batch(NamedTuple):
@@ -21,12 +22,17 @@ class Batch(NamedTuple):
     )
 
 
+_NEVER = -1e30
+"""A score that weighs nothing; finite, so that its gradient is."""
+
+
 class _Depth(NamedTuple):
     """One depth of the chains. `N` starts of a chain are trained on, each a row of the flattened batch."""
 
     hidden: Any  # [N, H], or [B * T, H] where the next module reads all rows
     keys: Any  # [B, T, Hkv, D]; zeros where no chain starts, past the first depth
     values: Any  # [B, T, Hkv, D]
+    looks: Any = None  # f32[B, T, Hq, T], log of how much each query looks at each row
 
 
 def draft_loss(
@@ -38,6 +44,8 @@ def draft_loss(
     unroll: int,
     decay: float = 0.9,
     max_starts: int | None = None,
+    copy_heads: int = 0,
+    copy_weight: float = 0.0,
 ):
     """Soft cross-entropy against the target's distribution over the draft's vocabulary, along an unrolled chain.
 
@@ -54,12 +62,15 @@ def draft_loss(
         batch: see there.
         unroll: depths of the chain.
         decay: weight of depth `k` is `decay ** k`.
+        copy_heads: query heads, the first ones, that are taught to look at `copy_source`; 0: none.
+        copy_weight: of that lesson: the mean of -log of how much they look there.
         max_starts: chains that are computed, the first ones in the batch; the others do not count. None: one a row. Prompt and padding start none, so a
             part of the rows is enough, and costs as much less.
 
     Returns:
         The loss, and `metrics`: "loss" f32[unroll] by depth, "agree" f32[unroll], how often the draft's best token is the text's (for text that the target
-        wrote greedily: the target's best), "accept_len" f32[], mean length of a verify that takes the draft's best tokens, the bonus token included.
+        wrote greedily: the target's best), "accept_len" f32[], mean length of a verify that takes the draft's best tokens, the bonus token included;
+        with `copy_heads` also "copy" f32[unroll], what the lesson costs by depth.
     """
     full = {"own": params, "shared": draft.params["shared"]}
     num, length = batch.tokens.shape[0], batch.tokens.shape[1] - 1
@@ -78,7 +89,7 @@ def draft_loss(
 
     known = _draft_ids(draft, batch.tokens)
     depths: list[_Depth] = []
-    total, losses, agrees = jnp.zeros(()), [], []
+    total, losses, agrees, copies = jnp.zeros(()), [], [], []
     run = accept_len = jnp.ones(size)  # whether every depth so far foresaw its token
     counts = at_starts(batch.weight, 0)
     for depth in range(unroll):
@@ -94,6 +105,13 @@ def draft_loss(
         loss = jnp.sum(nll * weight) / jnp.maximum(jnp.sum(weight), 1.0)
         hit = (jnp.argmax(logits, axis=-1) == label).astype(jnp.float32)
         total += loss * decay**depth
+        if copy_heads:
+            rows = depth if draft.facts.num_modules > 1 else 0
+            where = copy_source(batch.tokens, depth=depth, row_depth=rows)[:, :, None, None]
+            looks = jnp.take_along_axis(depths[-1].looks[:, :, :copy_heads], where, axis=-1)[..., 0]
+            missed = -jnp.sum(at_starts(looks, 0).mean(-1) * counted) / jnp.maximum(jnp.sum(counted), 1.0)
+            total += copy_weight * missed * decay**depth
+            copies.append(missed)
         losses.append(loss)
         agrees.append(jnp.sum(hit * counted) / jnp.maximum(jnp.sum(counted), 1.0))
         run = run * hit * counted
@@ -102,6 +120,8 @@ def draft_loss(
     whole = counts * at_starts(batch.weight, unroll)
     mean_len = jnp.sum(accept_len * whole) / jnp.maximum(jnp.sum(whole), 1.0)
     metrics = {"loss": jnp.stack(losses), "agree": jnp.stack(agrees), "accept_len": mean_len}
+    if copies:
+        metrics["copy"] = jnp.stack(copies)
     return total, jax.tree.map(jax.lax.stop_gradient, metrics)
 
 
@@ -143,26 +163,32 @@ def _one_depth(draft: DraftModel, full, batch: Batch, feature, depths: list[_Dep
     q, k, v = (x.reshape(num, length, *x.shape[1:]) for x in (q, k, v))
     own = [] if all_rows else [*depths[1:], _Depth(None, k, v)]
     first = _Depth(None, k, v) if all_rows else depths[0]
-    mixed = _attend(q, first.keys, first.values, [d.keys for d in own], [d.values for d in own])
+    mixed, looks = _attend(q, first.keys, first.values, [d.keys for d in own], [d.values for d in own])
     mixed = mixed.reshape(num * length, -1)
     if not chained:
         mixed = _take(mixed, starts)
         residual = _take(residual, starts) if all_rows else residual
-    return _Depth(draft.project_out(full, residual, mixed, module=module), k, v)
+    return _Depth(draft.project_out(full, residual, mixed, module=module), k, v, looks)
 
 
 def _attend(q, k, v, own_keys, own_values):
-    """Causal attention to `k`, `v`, and of every query to the one key of its own chain in each of `own_keys`."""
+    """Causal attention to `k`, `v`, and of every query to the one key of its own chain in each of `own_keys`.
+
+    Returns:
+        [B, T, Hkv, G, D], and the log of the weights of `k`, f32[B, T, Hq, T].
+    """
     num, length, num_heads, head_dim = q.shape
     group = num_heads // k.shape[2]
     q = q.reshape(num, length, -1, group, head_dim) * head_dim**-0.5
     scores = jnp.einsum("bthgd,bshd->bhgts", q, k, preferred_element_type=jnp.float32)
     seen = jnp.tril(jnp.ones((length, length), bool))
-    scores = [jnp.where(seen, scores, -jnp.inf)]
+    scores = [jnp.where(seen, scores, _NEVER)]
     scores += [jnp.einsum("bthgd,bthd->bhgt", q, key)[..., None] for key in own_keys]
-    weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1)
+    log_weights = jax.nn.log_softmax(jnp.concatenate(scores, axis=-1), axis=-1)
+    weights = jnp.exp(log_weights)
     out = jnp.einsum("bhgts,bshd->bthgd", weights[..., :length], v)
     for i, value in enumerate(own_values):
         share = jnp.moveaxis(weights[..., length + i], -1, 1)  # [B, T, Hkv, G]
         out += share[..., None] * value[:, :, :, None, :]
-    return out
+    looks = log_weights[..., :length].reshape(num, num_heads, length, length)
+    return out, jnp.moveaxis(looks, 1, 2)

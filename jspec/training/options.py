@@ -29,6 +29,10 @@ class TrainOptions:
     """Weight of depth k is decay ** k."""
     max_starts: int | None = None
     """Chains a batch trains on at most; None: one from each row. Prompts and padding start none, so fewer than all rows cost less and lose little."""
+    copy_heads: int = 0
+    """Query heads, the first ones, that are taught to copy (`jspec.training.copying`); whole groups of one key-value head."""
+    copy_weight: float = 0.3
+    """Weight of that lesson beside the loss of the tokens."""
     include_prompt: bool = False
     """Train on the rows of prompts too."""
     held_out_every: int = 20
@@ -43,7 +47,14 @@ class TrainOptions:
     def __post_init__(self):
         object.__setattr__(self, "unroll_schedule", tuple((int(a), int(b)) for a, b in self.unroll_schedule))
         at_least_1 = ("steps", "batch_size", "eval_batches", "log_every", "eval_every", "checkpoint_every")
-        for name, low in (*((name, 1) for name in at_least_1), ("seq_len", 3), ("warmup_steps", 0), ("seed", 0)):
+        for name, low in (
+            *((name, 1) for name in at_least_1),
+            ("seq_len", 3),
+            ("warmup_steps", 0),
+            ("seed", 0),
+            ("copy_heads", 0),
+            ("copy_weight", 0),
+        ):
             if getattr(self, name) < low:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least {low}")
         if self.max_starts is not None and self.max_starts < 1:

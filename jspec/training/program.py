@@ -42,6 +42,8 @@ def make_program(
     decay: float,
     mesh: Mesh,
     max_starts: int | None = None,
+    copy_heads: int = 0,
+    copy_weight: float = 0.0,
 ) -> Program:
     """See `Program`; arguments as of `draft_loss`. An evaluation computes every start."""
     on_every, by_row = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec(AXIS))
@@ -51,7 +53,8 @@ def make_program(
     def loss(params, fixed, batch: Batch, unroll: int, max_starts: int | None = None):
         shared, head = fixed
         whole = draft._replace(params={"own": params, "shared": shared})
-        return draft_loss(whole, params, head, batch, unroll=unroll, decay=decay, max_starts=max_starts)
+        sizes = {"unroll": unroll, "decay": decay, "max_starts": max_starts}
+        return draft_loss(whole, params, head, batch, **sizes, copy_heads=copy_heads, copy_weight=copy_weight)
 
     def train(state: TrainState, fixed, batch: Batch, unroll: int):
         graded = jax.value_and_grad(loss, has_aux=True)

@@ -36,6 +36,7 @@ _SCHEDULE = (
     "unroll_schedule",
     "decay",
     "max_starts",
+    "copy_weight",
 )
 _INTERVALS = ("eval_batches", "log_every", "eval_every", "checkpoint_every")
 
@@ -78,6 +79,11 @@ def train(
         raise ValueError(
             f"batch_size={options.batch_size} must be a multiple of the {mesh.size} devices it is split over"
         )
+    if options.copy_heads > config.num_heads or options.copy_heads % (config.num_heads // config.num_kv_heads):
+        raise ValueError(
+            f"copy_heads={options.copy_heads} must be a multiple of {config.num_heads // config.num_kv_heads}, the query heads of one "
+            f"key-value head, and at most {config.num_heads}, all heads"
+        )
     train_on, held_out = split_held_out(sequences, every=options.held_out_every)
     batch_of: dict[str, Any] = {"batch_size": options.batch_size, "seq_len": options.seq_len, "seed": options.seed}
     batches = make_batches(sequences, train_on, include_prompt=options.include_prompt, **batch_of)
@@ -86,7 +92,8 @@ def train(
     params = warm_start(jax.random.key(options.seed), config, target, token_ids) if start is None else start
     draft, target_head = _draft_over(config, target, params, token_ids)
     optimizer = make_optimizer(options)
-    program = make_program(draft, target_head, optimizer, decay=options.decay, mesh=mesh, max_starts=options.max_starts)
+    lesson = {name: getattr(options, name) for name in ("decay", "max_starts", "copy_heads", "copy_weight")}
+    program = make_program(draft, target_head, optimizer, mesh=mesh, **lesson)
     state = program.replicate(TrainState(params, optimizer.init(params)))
 
     checkpoints = Checkpoints(work_dir / "checkpoints", _facts(config, options, sequences, token_ids))
@@ -113,7 +120,9 @@ def evaluate(program: Program, params: Any, batches: Iterable[Batch], *, unroll:
     for batch in batches:
         found = jax.device_get(program.evaluate(params, batch, unroll))
         pairs = np.array([_num_pairs(batch.weight, ahead) for ahead in range(1, unroll + 1)])
-        for name, count in (("accept_len", pairs[-1]), ("agree", pairs), ("loss", pairs)):
+        for name, count in (("accept_len", pairs[-1]), ("agree", pairs), ("loss", pairs), ("copy", pairs)):
+            if name not in found:
+                continue
             sums[name] = sums.get(name, 0.0) + count * np.asarray(found[name], np.float64)
             counts[name] = counts.get(name, 0) + count
     figures = {name: (value / np.maximum(counts[name], 1)).round(6).tolist() for name, value in sums.items()}
@@ -172,7 +181,11 @@ def _record(step: int, metrics: dict[str, Any], rate: float, seconds: float) -> 
             "lower learning_rate or clip_norm, and go on from the last checkpoint"
         )
     record = {"step": step, "loss": total, "grad_norm": grad_norm, "learning_rate": rate, "seconds": round(seconds, 3)}
-    by_depth = {f"{name}_by_depth": np.asarray(metrics[name], float).round(6).tolist() for name in ("loss", "agree")}
+    by_depth = {
+        f"{name}_by_depth": np.asarray(metrics[name], float).round(6).tolist()
+        for name in ("loss", "agree", "copy")
+        if name in metrics
+    }
     return record | by_depth | {"accept_len": float(metrics["accept_len"])}
 
 
