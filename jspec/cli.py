@@ -88,6 +88,12 @@ def generate(
     rejection_sampling: Annotated[
         bool, typer.Option("--rejection-sampling", help="Draw drafts from the draft's distribution, accept by ratio.")
     ] = False,
+    lossy_threshold: Annotated[
+        float,
+        typer.Option(
+            help="LOSSY below 1: sampled rows accept drafts this likely unseen; not the model's distribution."
+        ),
+    ] = 1.0,
     adaptive_steps: Annotated[
         str, typer.Option(help='Draft depths to choose among, by batch size: "1:1,3,5 8:0,1,3".')
     ] = "",
@@ -134,6 +140,7 @@ def generate(
             topk=topk,
             num_draft_tokens=num_draft_tokens,
             rejection_sampling=rejection_sampling,
+            lossy_threshold=lossy_threshold,
             adaptive_steps=_adaptive_steps(adaptive_steps),
             page_size=page_size,
             max_running=max_running,

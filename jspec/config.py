@@ -133,6 +133,9 @@ class EngineConfig:
     rejection_sampling: bool = False
     """Rows that sample draw their drafts and accept them by min(1, target / draft). The distribution is the target's either way; off, the very tokens are
     those of plain decoding with the same seed."""
+    lossy_threshold: float = 1.0
+    """LOSSY below 1: rows that sample accept a draft that the target finds at least this likely, although it drew another token. More is accepted, and the
+    output no longer has the target's distribution; greedy rows stay exact. 1: exact."""
     adaptive_steps: tuple[tuple[int, tuple[int, ...]], ...] = ()
     """Draft depths to choose among while running, by batch size: ((1, (1, 3, 5)), (8, (0, 1, 3))) from 1 and from 8 rows on. (): always `num_steps`."""
     page_size: int = 64
@@ -174,6 +177,9 @@ class EngineConfig:
         _check_int("topk", self.topk, 1, MAX_VERIFY_WIDTH, why="1 drafts a chain")
         if self.draft is not None and not isinstance(self.draft, str):
             raise TypeError(f"draft={self.draft!r} must be a string: the directory of a draft")
+        _check_real("lossy_threshold", self.lossy_threshold)
+        if not 0 < self.lossy_threshold <= 1:
+            raise ValueError(f"lossy_threshold={self.lossy_threshold} must lie in (0, 1]; 1 is exact")
         object.__setattr__(self, "adaptive_steps", _as_adaptive_steps(self.adaptive_steps))
         _check_int("page_size", self.page_size, 1, MAX_PAGE_SIZE)
         _check_int("max_running", self.max_running, 1, 4096)

@@ -278,6 +278,9 @@ def test_a_draft_of_ones_own(models, tmp_path):
         drafted, _ = records(generate(models["raw"], *TWO_PROMPTS, "--json", *draft, *options))
         assert [r["token_ids"] for r in drafted] == [r["token_ids"] for r in plain]
         assert {r["algorithm"] for r in drafted} == {algorithm}
+    hot = ["--lossy-threshold", 0.5, "--temperature", 1.0]
+    lossy, _ = records(generate(models["raw"], *TWO_PROMPTS, "--json", *draft, *hot))
+    assert all(r["lossy"] for r in lossy) and not any(r["lossy"] for r in drafted)
     other = random_draft(random_target(0), 0)
     save_draft(tmp_path / "other", other)
     result = generate(models["raw"], "--prompt", "abc", "--algorithm", "eagle3", "--draft", tmp_path / "other")

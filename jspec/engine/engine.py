@@ -364,6 +364,7 @@ class Engine:
             text=self.tokenizer.decode(token_ids) if self.tokenizer else None,
             finish_reason=FINISH_NAMES[reason],
             accept_lens=accept_lens,
+            lossy=self.worker.lossy and request.params.temperature > 0,
             error="the model's logits were not finite: its weights or the prompt's KV hold NaN or infinity"
             if reason is FinishReason.ERROR
             else None,

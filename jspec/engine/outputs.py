@@ -29,6 +29,8 @@ class RequestOutput:
     """"stop", "length", "abort", "error" (non-finite logits), or "refused" (never ran; see `error`)."""
     accept_lens: list[int]
     """Tokens of each verify that the user sees, bonus included: `len(token_ids) == 1 + sum(accept_lens)`; the first token comes from prefill."""
+    lossy: bool = False
+    """Sampled under a `lossy_threshold` below 1: not the target's distribution."""
     error: str | None = None
 
 

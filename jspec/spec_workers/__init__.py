@@ -3,7 +3,7 @@
 import dataclasses
 import pathlib
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jspec.config import EngineConfig
 from jspec.models.draft import DraftModel
@@ -41,7 +41,7 @@ def _eagle(target: TargetModel, config: EngineConfig) -> SpecWorker:
         steps = {"num_steps": depths[-1]}
     sizes = EagleSizes(topk=config.topk, depths=depths, **steps)
     draft = _load(target, config)
-    return eagle(target, draft, name=config.algorithm, sizes=sizes, rejection_sampling=config.rejection_sampling)
+    return eagle(target, draft, name=config.algorithm, sizes=sizes, **_acceptance(config))
 
 
 def _multi_layer(target: TargetModel, config: EngineConfig) -> SpecWorker:
@@ -51,7 +51,11 @@ def _multi_layer(target: TargetModel, config: EngineConfig) -> SpecWorker:
         raise ValueError(
             f"num_draft_tokens={config.num_draft_tokens} must be num_steps + 1 = {steps + 1} for {config.algorithm!r}: leave it out"
         )
-    return multi_layer_eagle(target, draft, num_steps=steps, rejection_sampling=config.rejection_sampling)
+    return multi_layer_eagle(target, draft, num_steps=steps, **_acceptance(config))
+
+
+def _acceptance(config: EngineConfig) -> dict[str, Any]:
+    return {"rejection_sampling": config.rejection_sampling, "lossy_threshold": config.lossy_threshold}
 
 
 def _given(config: EngineConfig, *names: str) -> dict[str, int]:
@@ -75,7 +79,7 @@ def _draft_path(config: EngineConfig) -> pathlib.Path:
     return find_draft(config.algorithm, config.model) if config.draft is None else pathlib.Path(config.draft)
 
 
-_DEPTH = ("num_steps", "num_draft_tokens", "draft", "rejection_sampling")
+_DEPTH = ("num_steps", "num_draft_tokens", "draft", "rejection_sampling", "lossy_threshold")
 
 ALGORITHMS: dict[str, Algorithm] = {
     "plain": Algorithm("no speculation: one token a step", lambda target, config: plain(target)),

@@ -27,6 +27,45 @@ def accept_chain(candidates, target_tokens, num_drafts):
     return 1 + jnp.sum(jnp.cumprod(matches.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
 
 
+def prefer_drafts(sampling: SamplingState, rows, logits, tokens, drafts, parents, counts, *, threshold: float):
+    """LOSSY: where the token drawn after a node is none of the node's drafts, but the target gives one of them at least `threshold`, that draft takes its
+    place: more is accepted, and what sampled rows emit has no longer the target's law. A threshold of 1 would change nothing.
+
+    Greedy rows are left alone.
+
+    Args:
+        sampling: parameters of all rows.
+        rows: i32[B].
+        logits: f32[B, W, V], of the target, after each node.
+        tokens: i32[B, W], the target's own token after each node.
+        drafts: i32[B, W], the token of each node.
+        parents: i32[B, W], the node before each node; of the first one, itself.
+        counts: bool[B, W], nodes that count; the first one is no draft.
+        threshold: a probability, after temperature and filters.
+
+    Returns:
+        i32[B, W], to be accepted as `tokens` would be. Of several such drafts the first is taken.
+
+    Source: the `speculative_accept_threshold_single` of SGLang; typical acceptance (Medusa, arXiv 2401.10774) has the same aim.
+    """
+    width = drafts.shape[1]
+    node = jnp.arange(width)
+
+    def prefer(item):
+        row, logits, tokens, drafts, parents, counts = item
+        probs = lax.map(lambda one: filtered_probs(sampling, row, one), logits)
+        child = (parents == node[:, None]) & counts & (node > 0)  # [node, draft]
+        likely = child & (probs[parents, drafts] >= threshold)
+        first = drafts[jnp.argmax(likely, axis=1)]
+        drawn = jnp.any(child & (drafts == tokens[:, None]), axis=1)
+        return jnp.where(jnp.any(likely, axis=1) & ~drawn, first, tokens)
+
+    def one_row(item):
+        return lax.cond(sampling.temperature[item[0]] > 0, prefer, lambda item: item[2], item)
+
+    return lax.map(one_row, (rows, logits, tokens, drafts, parents, counts))
+
+
 def accept_rejection(sampling: SamplingState, rows, candidates, logits, draft_probs, num_drafts, positions):
     """Speculative sampling: draft `x`, drawn from `draft_probs`, is accepted with probability `min(1, target_probs[x] / draft_probs[x])`; the first
     rejected one is replaced by a draw from `max(0, target_probs - draft_probs)`, renormalised. What is emitted has the target's law.

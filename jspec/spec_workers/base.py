@@ -119,6 +119,7 @@ class SpecWorker(NamedTuple):
         0,
     )  # depths a step can be run at, ascending; the last is what `verify_width` was made for
     draft_kv_bytes_per_token: int = 0  # of the draft's pool, which lies beside the target's
+    lossy: bool = False  # rows that sample do not have the target's distribution
 
 
 def init_device(sizes: DeviceSizes, *, kv_pages: Any, carry: Any, **parts: Any) -> DeviceState:

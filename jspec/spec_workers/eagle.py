@@ -10,6 +10,7 @@ from jspec.future_map import stash
 from jspec.models.draft import DraftModel
 from jspec.models.target import TargetModel
 from jspec.pallas_kernels.kv_move import kv_move
+from jspec.spec_workers.accept import prefer_drafts
 from jspec.spec_workers.base import DeviceSizes, DeviceState, PhaseOutput, SpecWorker, VerifyKind, init_device
 from jspec.spec_workers.draft_sampling import best_tokens, draw_tokens
 from jspec.spec_workers.eagle_sizes import EagleSizes
@@ -17,6 +18,7 @@ from jspec.spec_workers.featured import (
     ExtendHandoff,
     Handoff,
     Start,
+    check_acceptance,
     check_pair,
     prefill,
     publish_run,
@@ -47,6 +49,7 @@ def eagle(
     name: str = "eagle3",
     sizes: EagleSizes | None = None,
     rejection_sampling: bool = False,
+    lossy_threshold: float = 1.0,
 ) -> SpecWorker:
     """A worker whose draft runs `num_steps - 1` times before each verify, and once after it, over the accepted tokens.
 
@@ -65,6 +68,7 @@ def eagle(
         rejection_sampling: rows that sample draw their drafts from the draft's own distribution and accept them by `accept_rejection`, which accepts
             more often than the default where target and draft are both uncertain; the output is then another draw than plain decoding's with the same
             seed. Chains only.
+        lossy_threshold: below 1, drafts that the target finds this likely are accepted unseen where a row samples: see `prefer_drafts`.
 
     Raises:
         ValueError: sizes or a draft that do not fit.
@@ -73,6 +77,7 @@ def eagle(
     """
     shape = sizes or EagleSizes()
     _check(target, draft, shape, rejection_sampling)
+    check_acceptance(rejection_sampling=rejection_sampling, lossy_threshold=lossy_threshold)
     topk, num_steps, layers = shape.topk, shape.num_steps, draft.facts.capture_layers
     output_stride = min(num_steps, shape.verify_width - 1) + 1
 
@@ -150,6 +155,7 @@ def eagle(
             probs,
             layers=layers,
             output_stride=output_stride,
+            lossy_threshold=lossy_threshold,
         )
 
     def draft_tree(params, begun: Start, rows) -> tuple[Tree, Any]:
@@ -184,6 +190,9 @@ def eagle(
         logits = target.logits(params["target"], out.hidden).reshape(*tree.tokens.shape, -1)
         positions = seq_lens[:, None] + 1 + tree.depths
         tokens, finite = sample(device.sampling, rows, logits, positions, tree.depths <= num_drafts[:, None])
+        if lossy_threshold < 1:
+            ours = (tree.tokens, tree.parents, tree.depths <= num_drafts[:, None])
+            tokens = prefer_drafts(device.sampling, rows, logits, tokens, *ours, threshold=lossy_threshold)
         accept_lens, path = accept_tree(tree, tokens, num_drafts, max_depth=output_stride - 1)
 
         # The path's KV to the front of the block, before anything reads it.
@@ -230,6 +239,7 @@ def eagle(
         commit_phase=commit_phase,
         depths=shape.depths,
         draft_kv_bytes_per_token=draft.facts.kv_bytes_per_token,
+        lossy=lossy_threshold < 1,
     )
 
 

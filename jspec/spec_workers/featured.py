@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jspec.future_map import publish, resolve
 from jspec.models.draft import DraftModel
 from jspec.models.target import TargetModel
-from jspec.spec_workers.accept import accept_chain, accept_rejection
+from jspec.spec_workers.accept import accept_chain, accept_rejection, prefer_drafts
 from jspec.spec_workers.base import DeviceState, PhaseOutput
 from jspec.spec_workers.forward import extend_batch, verify_batch
 from jspec.spec_workers.sampling import sample
@@ -93,6 +93,7 @@ def verify_chain(
     *,
     layers,
     output_stride: int,
+    lossy_threshold: float = 1.0,
 ) -> PhaseOutput:
     """Verify, accept, PUBLISH.
 
@@ -106,6 +107,7 @@ def verify_chain(
             drafts are the draft's best tokens.
         layers: the target's captured layers.
         output_stride: token columns of the outcome.
+        lossy_threshold: below 1, as of `prefer_drafts`.
     """
     rows, (batch_size, width) = inputs.rows, candidates.shape
     device, page_table, seq_lens, _, _, num_drafts = begun
@@ -118,6 +120,10 @@ def verify_chain(
     # Rows that go by rejection are decided below; their tokens here are not looked at.
     active = (place <= num_drafts[:, None]) & ~by_rejection[:, None]
     tokens, finite = sample(device.sampling, rows, logits, positions, active)
+    if lossy_threshold < 1:
+        before = jnp.broadcast_to(jnp.maximum(place - 1, 0), candidates.shape)
+        nodes = (candidates, before, place <= num_drafts[:, None])
+        tokens = prefer_drafts(device.sampling, rows, logits, tokens, *nodes, threshold=lossy_threshold)
     accept_lens = accept_chain(candidates, tokens, num_drafts)
     if draft_probs is not None:
         tokens, accept_lens = jax.lax.cond(
@@ -151,6 +157,14 @@ def publish_run(begun: Start, inputs: DecodeInputs, handoff: Handoff, finite, *,
     columns = jnp.pad(tokens, ((0, 0), (0, output_stride - tokens.shape[1])))
     outcome = pack_outcome(columns, accept_lens, new_seq_lens, status)
     return PhaseOutput(dataclasses.replace(begun.device, future=future), outcome, handoff)
+
+
+def check_acceptance(*, rejection_sampling: bool, lossy_threshold: float) -> None:
+    """Raises ValueError where both ways of accepting more are asked for."""
+    if rejection_sampling and lossy_threshold < 1:
+        raise ValueError(
+            f"rejection_sampling=True accepts by ratio and lossy_threshold={lossy_threshold} by the target's probability: choose one of them"
+        )
 
 
 def widen(draft: DraftModel, params, probs):

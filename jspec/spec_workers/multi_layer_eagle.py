@@ -11,7 +11,16 @@ from jspec.models.draft import DraftModel
 from jspec.models.target import TargetModel
 from jspec.spec_workers.base import DeviceSizes, DeviceState, PhaseOutput, SpecWorker, VerifyKind, init_device
 from jspec.spec_workers.draft_sampling import best_tokens, draw_tokens
-from jspec.spec_workers.featured import ExtendHandoff, Handoff, check_pair, prefill, start, verify_chain, widen
+from jspec.spec_workers.featured import (
+    ExtendHandoff,
+    Handoff,
+    check_acceptance,
+    check_pair,
+    prefill,
+    start,
+    verify_chain,
+    widen,
+)
 from jspec.spec_workers.forward import extend_batch, next_tokens, verify_batch
 from jspec.spec_workers.upload import DecodeInputs, ExtendInputs
 
@@ -31,6 +40,7 @@ def multi_layer_eagle(
     name: str = "multi-layer-eagle",
     num_steps: int | None = None,
     rejection_sampling: bool = False,
+    lossy_threshold: float = 1.0,
 ) -> SpecWorker:
     """A worker that has its drafts ready when an iteration begins.
 
@@ -45,7 +55,7 @@ def multi_layer_eagle(
         draft: its modules, of kind "multi-layer". A chained draft feeds each module the hidden state of the one before; otherwise all read the target's.
         name: how it is listed.
         num_steps: `S`, modules to use, from the front. None: all.
-        rejection_sampling: as in `eagle`.
+        rejection_sampling, lossy_threshold: as in `eagle`.
 
     Raises:
         ValueError: a draft that does not fit.
@@ -53,6 +63,7 @@ def multi_layer_eagle(
     Source: multi-token prediction (arXiv 2404.19737; DeepSeek-V3, arXiv 2412.19437), run as SGLang's multi-layer EAGLE worker does.
     """
     check_pair(target, draft)
+    check_acceptance(rejection_sampling=rejection_sampling, lossy_threshold=lossy_threshold)
     steps = draft.facts.num_modules if num_steps is None else num_steps
     if not 1 <= steps <= draft.facts.num_modules:
         raise ValueError(
@@ -121,6 +132,7 @@ def multi_layer_eagle(
             probs,
             layers=draft.facts.capture_layers,
             output_stride=steps + 1,
+            lossy_threshold=lossy_threshold,
         )
 
     def commit_phase(params, device: DeviceState, inputs: DecodeInputs, handoff: Handoff, *, table_width: int):
@@ -151,4 +163,5 @@ def multi_layer_eagle(
         commit_phase=commit_phase,
         depths=(steps,),
         draft_kv_bytes_per_token=draft.facts.kv_bytes_per_token,
+        lossy=lossy_threshold < 1,
     )

@@ -245,6 +245,23 @@ def test_rejection_sampling_leaves_greedy_rows_alone():
     assert_idle(engine)
 
 
+@pytest.mark.parametrize("shape", ["chain", "tree"])
+def test_a_lossy_threshold_accepts_more_says_so_and_leaves_greedy_rows_alone(shape):
+    prompts = prompts_of(6, seed=3)
+    hot = [SamplingParams(max_new_tokens=TOKENS, temperature=1.0, seed=seed) for seed in range(3)]
+    params, accept = [*hot, *[greedy(TOKENS)] * 3], {}
+    for threshold in (1.0, 0.02):
+        draft = shadow_draft(transformer())
+        worker = eagle(transformer(), draft, sizes=SHAPES[shape], lossy_threshold=threshold)
+        engine = build(transformer(), worker=worker, max_running=8)
+        outputs = engine.generate(prompts, params)
+        assert [o.lossy for o in outputs] == [threshold < 1] * 3 + [False] * 3
+        assert [o.token_ids for o in outputs[3:]] == [wanted(tuple(prompt)) for prompt in prompts[3:]]
+        accept[threshold] = np.mean([n for o in outputs[:3] for n in o.accept_lens])
+        assert_idle(engine)
+    assert accept[0.02] > accept[1.0] + 0.2
+
+
 @pytest.mark.parametrize("rejection", [True, False], ids=["rejection", "match"])
 def test_sampled_requests_join_and_leave_greedy_ones(rejection):
     """B41: the drafts of the steps before were made for a batch that was all greedy, and the other way round."""

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.spec_workers.accept import accept_chain
+from jspec.spec_workers.accept import accept_chain, prefer_drafts
+from jspec.spec_workers.sampling import init_sampling
 
 accept = jax.jit(accept_chain)
 
@@ -64,3 +65,45 @@ def test_random_chains(seed):
     assert set(got) == set(range(1, 10))
     order = rng.permutation(500)
     assert run(candidates[order], targets[order], num_drafts[order]) == [got[i] for i in order]
+
+
+def slow_prefer(probs, tokens, drafts, parents, counts, threshold):
+    """Node by node: the token that was drawn, unless a draft behind the node is likely enough and none of them is that token."""
+    found = []
+    for node, drawn in enumerate(tokens):
+        behind = [i for i in range(1, len(drafts)) if parents[i] == node and counts[i]]
+        likely = [drafts[i] for i in behind if probs[node][drafts[i]] >= threshold]
+        found.append(drawn if drawn in [drafts[i] for i in behind] or not likely else likely[0])
+    return found
+
+
+@pytest.mark.parametrize("threshold", [0.05, 0.3])
+def test_likely_drafts_are_preferred_where_a_row_samples(threshold):
+    rng, (rows, width, vocab) = np.random.default_rng(0), (60, 9, 7)
+    logits = rng.normal(0, 2, (rows, width, vocab)).astype(np.float32)
+    parents = np.array([[0] + [int(rng.integers(0, i)) for i in range(1, width)] for _ in range(rows)])
+    parents[:10] = np.maximum(np.arange(width) - 1, 0)  # chains
+    drafts, tokens = rng.integers(0, vocab, (2, rows, width))
+    counts = rng.random((rows, width)) < 0.8
+    sampling = init_sampling(rows)
+    temperature = np.where(np.arange(rows) % 5 == 0, 0.0, 0.7).astype(np.float32)
+    sampling = sampling.__class__(**{**vars(sampling), "temperature": jnp.asarray(temperature)})
+    prefer = jax.jit(prefer_drafts, static_argnames="threshold")
+    rest = (jnp.asarray(x) for x in (logits, tokens, drafts, parents, counts))
+    got = np.asarray(prefer(sampling, jnp.arange(rows), *rest, threshold=threshold))
+    probs = np.asarray(jax.nn.softmax(logits / 0.7))
+    changed = 0
+    for row in range(rows):
+        wanted = slow_prefer(probs[row], tokens[row], drafts[row], parents[row], counts[row], threshold)
+        assert got[row].tolist() == (wanted if temperature[row] else tokens[row].tolist())
+        changed += wanted != tokens[row].tolist()
+    assert changed > 20
+
+
+def test_logits_that_are_not_numbers_prefer_no_draft():
+    sampling = init_sampling(1)
+    sampling = sampling.__class__(**{**vars(sampling), "temperature": jnp.ones(1)})
+    row = jnp.zeros(1, jnp.int32)
+    chain = (jnp.int32([[3, 1, 2]]), jnp.int32([[0, 0, 1]]), jnp.full((1, 3), True))
+    got = prefer_drafts(sampling, row, jnp.full((1, 3, 5), jnp.nan), jnp.int32([[4, 4, 4]]), *chain, threshold=0.1)
+    assert got.tolist() == [[4, 4, 4]]

@@ -86,6 +86,10 @@ def test_static_facts():
             lambda d: eagle(transformer(), d("eagle3"), sizes=EagleSizes(topk=2), rejection_sampling=True),
             "rejection_sampling=True needs topk=1",
         ),
+        (
+            lambda d: eagle(transformer(), d("eagle3"), rejection_sampling=True, lossy_threshold=0.5),
+            "rejection_sampling=True .* lossy_threshold=0.5 .* choose one",
+        ),
     ],
 )
 def test_drafts_that_do_not_fit(make, message):
