@@ -1,4 +1,4 @@
-"""`jspec train`: a draft for a target. JAX is imported inside the commands, so that `--help` is quick."""
+"""`jspec train`: a draft for a target. JAX is imported when it runs, so that `--help` is quick."""
 
 import json
 from collections.abc import Callable, Iterable
@@ -9,8 +9,7 @@ import typer
 
 from jspec.cli_errors import usage_errors
 
-app = typer.Typer(help="Train a draft for a target.", no_args_is_help=True)
-
+Kind = Annotated[str, typer.Argument(help='"eagle3", "eagle" or "multi-layer".', show_default=False)]
 Model = Annotated[str, typer.Option(help='The target: a GGUF file, a Hugging Face directory, or "smollm2".')]
 WorkDir = Annotated[
     Path, typer.Option(help="Keeps text, features, checkpoints and figures; a killed run goes on there.")
@@ -26,6 +25,18 @@ Unseen = Annotated[
 DraftVocabSize = Annotated[int, typer.Option(help="Tokens that the draft can propose.")]
 IntermediateSize = Annotated[int | None, typer.Option(help="Width of the draft's MLP; by default the target's.")]
 Init = Annotated[Path | None, typer.Option(help="A draft to go on from, instead of the target's own layer.")]
+CaptureLayers = Annotated[
+    str | None, typer.Option(help='eagle3: target layers to read, as "1,14,26"; by default low, middle and high.')
+]
+NumModules = Annotated[int | None, typer.Option(help="multi-layer: modules, one a token ahead; by default 3.")]
+Chained = Annotated[
+    bool | None,
+    typer.Option("--chained", help="multi-layer: each module reads the one before it instead of the target."),
+]
+Unroll = Annotated[
+    str | None,
+    typer.Option(help='eagle3, eagle: depths of the trained chain, "3", or by first step, "0:1,500:3"; by default 3.'),
+]
 Steps = Annotated[int, typer.Option(help="Optimizer steps; of a run that goes on, all together.")]
 BatchSize = Annotated[int, typer.Option(help="Rows of a batch, a multiple of the number of devices.")]
 SeqLen = Annotated[int, typer.Option(help="Tokens of a row.")]
@@ -46,8 +57,18 @@ Resume = Annotated[bool, typer.Option(help="Go on from the newest checkpoint; --
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard output and nothing else there.")]
 
 
-@app.command("eagle3")
-def train_eagle3(
+KINDS = ("eagle3", "eagle", "multi-layer")
+# Options that shape only some kinds of draft.
+_ONLY_FOR = {
+    "capture_layers": ("eagle3",),
+    "unroll": ("eagle3", "eagle"),
+    "num_modules": ("multi-layer",),
+    "chained": ("multi-layer",),
+}
+
+
+def train(
+    kind: Kind,
     work_dir: WorkDir,
     model: Model = "smollm2",
     out: Out = None,
@@ -59,15 +80,15 @@ def train_eagle3(
     draft_vocab_size: DraftVocabSize = 8192,
     intermediate_size: IntermediateSize = None,
     init: Init = None,
-    capture_layers: Annotated[
-        str | None, typer.Option(help='Target layers to read, as "1,14,26"; by default low, middle and high.')
-    ] = None,
+    capture_layers: CaptureLayers = None,
+    num_modules: NumModules = None,
+    chained: Chained = None,
     steps: Steps = 1000,
     batch_size: BatchSize = 8,
     seq_len: SeqLen = 128,
     learning_rate: LearningRate = 3e-4,
     warmup_steps: WarmupSteps = 50,
-    unroll: Annotated[str, typer.Option(help='Depths of the trained chain: "3", or by first step, "0:1,500:3".')] = "3",
+    unroll: Unroll = None,
     max_starts: MaxStarts = None,
     copy_heads: CopyHeads = 0,
     copy_weight: CopyWeight = 0.3,
@@ -80,45 +101,21 @@ def train_eagle3(
     resume: Resume = True,
     as_json: Json = False,
 ) -> None:
-    """An EAGLE-3 draft: one layer over three of the target's hidden states, with a head of its own."""
+    """Train a draft for a target.
+
+    eagle3: one layer over three of the target's hidden states, with a head of its own. eagle: one layer over the last hidden state, with the target's head.
+    multi-layer: a module for every token ahead, with the target's head.
+    """
     given = locals()
-    _run("eagle3", {**given, "capture_layers": _as_layers(capture_layers)})
-
-
-@app.command("multi-layer")
-def train_multi_layer(
-    work_dir: WorkDir,
-    model: Model = "smollm2",
-    out: Out = None,
-    num_prompts: NumPrompts = 1000,
-    max_new_tokens: MaxNewTokens = 128,
-    text: Text = None,
-    features: Features = None,
-    unseen: Unseen = None,
-    draft_vocab_size: DraftVocabSize = 8192,
-    intermediate_size: IntermediateSize = None,
-    init: Init = None,
-    num_modules: Annotated[int, typer.Option(help="Modules: one a token ahead.")] = 3,
-    chained: Annotated[bool, typer.Option(help="Each module reads the one before it instead of the target.")] = False,
-    steps: Steps = 1000,
-    batch_size: BatchSize = 8,
-    seq_len: SeqLen = 128,
-    learning_rate: LearningRate = 3e-4,
-    warmup_steps: WarmupSteps = 50,
-    max_starts: MaxStarts = None,
-    copy_heads: CopyHeads = 0,
-    copy_weight: CopyWeight = 0.3,
-    held_out_every: HeldOutEvery = 20,
-    eval_every: EvalEvery = 200,
-    checkpoint_every: CheckpointEvery = 200,
-    include_prompt: IncludePrompt = False,
-    seed: Seed = 0,
-    storage: Storage = "float32",
-    resume: Resume = True,
-    as_json: Json = False,
-) -> None:
-    """A multi-layer EAGLE draft: a module for every token ahead, with the target's head."""
-    _run("multi-layer", locals())
+    with usage_errors():
+        if kind not in KINDS:
+            raise ValueError(f"kind={kind!r} must be one of {', '.join(KINDS)}")
+        for name, kinds in _ONLY_FOR.items():
+            if given[name] is not None and kind not in kinds:
+                raise ValueError(
+                    f"{name}={given[name]} means nothing to a draft of kind {kind!r}: it is for {' and '.join(kinds)}"
+                )
+    _run({**given, "capture_layers": _as_layers(capture_layers)})
 
 
 def _as_layers(text: str | None) -> tuple[int, ...] | None:
@@ -132,8 +129,8 @@ def _as_layers(text: str | None) -> tuple[int, ...] | None:
         ) from None
 
 
-def _run(kind: str, given: dict[str, Any]) -> None:
-    """Train as the options of a command say."""
+def _run(given: dict[str, Any]) -> None:
+    """Train as the options say."""
     import shutil
 
     from jspec.models.loading import load_model
@@ -143,21 +140,21 @@ def _run(kind: str, given: dict[str, Any]) -> None:
 
     sizes = ("steps", "batch_size", "seq_len", "learning_rate", "warmup_steps")
     shared = (*sizes, "max_starts", "copy_heads", "copy_weight", "held_out_every", "eval_every")
-    own = ("out", "features", "draft_vocab_size", "intermediate_size", "init", "storage", "work_dir")
+    own = ("kind", "out", "features", "draft_vocab_size", "intermediate_size", "init", "storage", "work_dir")
+    shape = ("capture_layers", "num_modules", "chained")
     with usage_errors():
         options = TrainOptions(
             **{name: given[name] for name in (*shared, "checkpoint_every", "include_prompt", "seed")},
-            unroll_schedule=parse_unroll_schedule(given.get("unroll", "1")),
+            unroll_schedule=parse_unroll_schedule("3" if given["unroll"] is None else given["unroll"]),
         )
         text = TextOptions(**{name: given[name] for name in ("num_prompts", "max_new_tokens", "seed")})
         job = TrainJob(
-            kind=kind,
             text=text,
             text_files=tuple(given["text"] or ()),
             unseen=None if given["unseen"] is None else tuple(given["unseen"]),
             options=options,
             **{name: given[name] for name in own},
-            **{name: given[name] for name in ("capture_layers", "num_modules", "chained") if name in given},
+            **{name: given[name] for name in shape if given[name] is not None},
         )
         if not given["resume"]:
             shutil.rmtree(job.work_dir / "checkpoints", ignore_errors=True)

@@ -53,8 +53,8 @@ def make_program(
     def loss(params, fixed, batch: Batch, unroll: int, max_starts: int | None = None):
         shared, head = fixed
         whole = draft._replace(params={"own": params, "shared": shared})
-        sizes = {"unroll": unroll, "decay": decay, "max_starts": max_starts}
-        return draft_loss(whole, params, head, batch, **sizes, copy_heads=copy_heads, copy_weight=copy_weight)
+        lesson: dict[str, Any] = {"copy_heads": copy_heads, "copy_weight": copy_weight}
+        return draft_loss(whole, params, head, batch, unroll=unroll, decay=decay, max_starts=max_starts, **lesson)
 
     def train(state: TrainState, fixed, batch: Batch, unroll: int):
         graded = jax.value_and_grad(loss, has_aux=True)

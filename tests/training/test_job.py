@@ -74,7 +74,10 @@ def test_features_serve_another_kind_of_draft(root, eagle3):
         (["--steps", 0], ["steps=0"]),
         (["--unroll", "x"], ["unroll='x'"]),
         (["--storage", "int4"], ["storage='int4'"]),
+        (["--unroll", ""], ["unroll=''"]),
         (["--unseen", "nothing"], ["unseen='nothing'"]),
+        (["--chained"], ["chained=True", "'eagle3'", "multi-layer"]),
+        (["--copy-heads", -1], ["copy_heads=-1"]),
         (["--features", "gone"], ["gone", "no .npz shard"]),
         (["--features", "gone", "--text", "a.txt"], ["features=", "text_files="]),
     ],
@@ -84,3 +87,8 @@ def test_a_bad_option_is_one_line(root, options, pieces):
     assert result.exit_code == 2 and result.stdout == "", result.output
     (line,) = result.stderr.splitlines()
     assert line.startswith("error: ") and all(piece in line for piece in pieces)
+
+
+def test_a_kind_that_there_is_not(tmp_path):
+    result = run("train", "medusa", "--work-dir", tmp_path)
+    assert result.exit_code == 2 and "kind='medusa'" in result.stderr and "eagle3" in result.stderr
