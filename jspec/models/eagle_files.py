@@ -24,6 +24,7 @@ from jspec.models.eagle_config_file import config_from_json, config_to_json, dra
 from jspec.models.eagle_draft import EagleConfig, eagle_draft
 from jspec.models.eagle_layout import D2T, IGNORED, T2D
 from jspec.models.int8_rows import dequantize_rows, quantize_rows
+from jspec.models.json_files import read_json
 from jspec.models.target import TargetModel
 
 CONFIG, WEIGHTS, RECORD = "config.json", "model.safetensors", "training.json"
@@ -51,7 +52,7 @@ def load_draft(
     """
     folder = pathlib.Path(path)
     file = _existing(folder, WEIGHTS)
-    raw = _read_json(_existing(folder, CONFIG))
+    raw = read_json(_existing(folder, CONFIG))
     with _open(file) as tensors:
         headers = _headers(tensors)
         kind = draft_kind(str(folder / CONFIG), raw, headers)
@@ -184,18 +185,6 @@ def _existing(folder: pathlib.Path, name: str) -> pathlib.Path:
     other = name == WEIGHTS and sorted(p.name for p in folder.glob("*.bin"))
     hint = f"convert {other[0]} to safetensors" if other else "give the directory of a complete draft"
     raise FileNotFoundError(f"{file} is missing: a draft must have it; {hint}")
-
-
-def _read_json(file: pathlib.Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text("utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file} is damaged, it is not JSON: {error}; {_AGAIN}") from error
-    if not isinstance(content, dict):
-        raise ValueError(
-            f"{file} is damaged: it must hold a JSON object, it holds a {type(content).__name__}; {_AGAIN}"
-        )
-    return content
 
 
 @contextlib.contextmanager

@@ -1,6 +1,5 @@
 """Llama-family models from a Hugging Face directory: config.json, *.safetensors, tokenizer.json."""
 
-import json
 import os
 import pathlib
 from collections.abc import Mapping
@@ -12,6 +11,7 @@ import tokenizers
 
 from jspec.models import llama_weights
 from jspec.models.huggingface_config import config_from_huggingface
+from jspec.models.json_files import read_json
 from jspec.models.llama import LlamaConfig
 from jspec.models.tokenizer import Tokenizer
 
@@ -124,15 +124,7 @@ def _read_json(file: pathlib.Path, *, optional: bool = False) -> dict[str, Any]:
         raise FileNotFoundError(
             f"{file} is missing: a model directory must have it; give the directory of a complete download"
         )
-    try:
-        content = json.loads(file.read_text("utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file} is damaged, it is not JSON: {error}; download it again") from error
-    if not isinstance(content, dict):
-        raise ValueError(
-            f"{file} is damaged: it must hold a JSON object, it holds a {type(content).__name__}; download it again"
-        )
-    return content
+    return read_json(file)
 
 
 def _as_ids(eos: int | list[int] | None) -> tuple[int, ...]:

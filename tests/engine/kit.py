@@ -196,3 +196,15 @@ def assert_idle(engine: Engine) -> None:
 
 def greedy(num_tokens: int, **kwargs) -> SamplingParams:
     return SamplingParams(max_new_tokens=num_tokens, **kwargs)
+
+
+def mixed_params(max_new_tokens: int) -> list[SamplingParams]:
+    """Greedy twice (`top_k=1` is), and every filter, each with a seed of its own."""
+    sampled = (
+        {"temperature": 1.0, "seed": 7},
+        {"temperature": 1.0, "top_k": 1, "seed": 8},
+        {"temperature": 5.0, "top_k": 2, "seed": 9},
+        {"temperature": 0.8, "top_p": 0.3, "seed": 10},
+        {"temperature": 0.7, "min_p": 0.2, "seed": 11},
+    )
+    return [SamplingParams(max_new_tokens=max_new_tokens, **given) for given in ({}, *sampled)]

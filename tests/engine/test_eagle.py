@@ -15,6 +15,7 @@ from engine.kit import (
     markov,
     markov_continuation,
     markov_table,
+    mixed_params,
     oracle_accept_lens,
     prompts_of,
     shadow_draft,
@@ -203,14 +204,7 @@ def test_acceptance_does_not_fade():
     assert output.accept_lens == lens and len(set(lens)) > 2
 
 
-MIXED = [
-    SamplingParams(max_new_tokens=TOKENS),
-    SamplingParams(max_new_tokens=TOKENS, temperature=1.0, seed=7),
-    SamplingParams(max_new_tokens=TOKENS, temperature=1.0, top_k=1, seed=8),
-    SamplingParams(max_new_tokens=TOKENS, temperature=5.0, top_k=2, seed=9),
-    SamplingParams(max_new_tokens=TOKENS, temperature=0.8, top_p=0.3, seed=10),
-    SamplingParams(max_new_tokens=TOKENS, temperature=0.7, min_p=0.2, seed=11),
-]
+MIXED = mixed_params(TOKENS)
 
 
 @pytest.mark.parametrize("shape", ["chain", "tree"])

@@ -10,6 +10,7 @@ from engine.kit import (
     greedy,
     markov,
     markov_continuation,
+    mixed_params,
     oracle_accept_lens,
     oracle_worker,
     prompts_of,
@@ -70,14 +71,7 @@ def test_greedy_equals_full_recompute(algorithm, page_size, overlap):
     assert engine.summary().compiles_after_warmup == 0
 
 
-MIXED = [
-    SamplingParams(max_new_tokens=TOKENS),
-    SamplingParams(max_new_tokens=TOKENS, temperature=1.0, seed=7),
-    SamplingParams(max_new_tokens=TOKENS, temperature=1.0, top_k=1, seed=8),
-    SamplingParams(max_new_tokens=TOKENS, temperature=5.0, top_k=2, seed=9),
-    SamplingParams(max_new_tokens=TOKENS, temperature=0.8, top_p=0.3, seed=10),
-    SamplingParams(max_new_tokens=TOKENS, temperature=0.7, min_p=0.2, seed=11),
-]
+MIXED = mixed_params(TOKENS)
 
 
 @pytest.mark.parametrize("algorithm", ["plain", "ngram"])
