@@ -10,7 +10,8 @@ from jspec.bench.prompts import PROMPT_SETS, check_readable, load_prompt_sets
 from jspec.models.draft import DraftModel
 from jspec.models.eagle_config_file import default_capture_layers
 from jspec.models.eagle_draft import EagleConfig
-from jspec.models.eagle_files import STORAGE, load_draft, save_draft
+from jspec.models.eagle_files import RECORD, STORAGE, load_draft, save_draft
+from jspec.models.json_files import read_json
 from jspec.models.llama import LlamaConfig
 from jspec.models.loading import LoadedModel
 from jspec.models.target import TargetModel
@@ -217,6 +218,12 @@ def _vocabulary(job: TrainJob, target: TargetModel, stored: Sequences) -> Any:
     )
 
 
+def _record_of(draft: pathlib.Path) -> dict[str, Any]:
+    """What is known of how another draft came to be."""
+    file = draft / RECORD
+    return {"draft": draft.name, **(read_json(file) if file.exists() else {})}
+
+
 def _record(job: TrainJob, model: LoadedModel, stored: Sequences, held_out: dict[str, Any]) -> dict[str, Any]:
     """How the draft came to be, without where on this machine."""
     text = None if job.features is not None else dataclasses.asdict(job.text)
@@ -228,6 +235,7 @@ def _record(job: TrainJob, model: LoadedModel, stored: Sequences, held_out: dict
         "tokens": sum(len(tokens) for tokens in stored.tokens),
         "text": text,
         "text_files": [pathlib.Path(name).name for name in job.text_files],
+        "init": None if job.init is None else _record_of(job.init),
         "options": dataclasses.asdict(job.options),
         "held_out": held_out,
     }

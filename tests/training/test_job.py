@@ -68,6 +68,20 @@ def test_features_serve_another_kind_of_draft(root, eagle3):
     assert draft.facts.num_modules == 2 and draft.facts.chained
 
 
+def test_training_goes_on_from_a_draft(root, eagle3):
+    assert eagle3.exit_code == 0, eagle3.output
+    where = ["--model", root / "model", "--work-dir", root / "on", "--features", root / "work" / "features"]
+    start = ["--init", root / "work" / "draft", "--unroll", 1]
+    result = run("train", "eagle3", *where, *SMALL, *start, "--copy-heads", 2)
+    assert result.exit_code == 0, result.output
+    first, then = (json.loads((root / at / "draft" / "training.json").read_text()) for at in ("work", "on"))
+    assert then["init"] == {"draft": "draft", **first} and first["init"] is None
+    assert str(root) not in json.dumps(then)
+    other = ["--init", root / "work" / "draft", "--work-dir", root / "off", "--intermediate-size", 5]
+    result = run("train", "eagle3", *where[:2], *where[4:], *SMALL, *other)
+    assert result.exit_code == 2 and "intermediate_size" in result.stderr and "init=" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("options", "pieces"),
     [
