@@ -69,7 +69,8 @@ def draft_loss(
 
     Returns:
         The loss, and `metrics`: "loss" f32[unroll] by depth, "agree" f32[unroll], how often the draft's best token is the text's (for text that the target
-        wrote greedily: the target's best), "accept_len" f32[], mean length of a verify that takes the draft's best tokens, the bonus token included;
+        wrote greedily: the target's best), "accept_len" f32[], mean length of the verifies that decoding this text would
+        make, one where the last one ended, each taking the draft's best tokens, bonus token included; "verifies" f32[], how many they are;
         with `copy_heads` also "copy" f32[unroll], what the lesson costs by depth.
     """
     full = {"own": params, "shared": draft.params["shared"]}
@@ -118,11 +119,32 @@ def draft_loss(
         accept_len += run
     # Starts whose whole chain lies in the text: near its end a chain is cut short and would look worse than it is.
     whole = counts * at_starts(batch.weight, unroll)
-    mean_len = jnp.sum(accept_len * whole) / jnp.maximum(jnp.sum(whole), 1.0)
-    metrics = {"loss": jnp.stack(losses), "agree": jnp.stack(agrees), "accept_len": mean_len}
+    lens = jnp.zeros(num * length).at[starts].set(accept_len, mode="drop").reshape(num, length)
+    verified = whole * _take(_verified(lens, batch.weight).reshape(-1), starts)
+    verifies = jnp.sum(verified)
+    metrics = {"loss": jnp.stack(losses), "agree": jnp.stack(agrees), "verifies": verifies}
+    metrics["accept_len"] = jnp.sum(accept_len * verified) / jnp.maximum(verifies, 1.0)
     if copies:
         metrics["copy"] = jnp.stack(copies)
     return total, jax.tree.map(jax.lax.stop_gradient, metrics)
+
+
+def _verified(lens, weight):
+    """f32[B, T], 1 at the rows where a verify begins: the first that counts, and each where the verify before ends. Easy text is passed in few of them,
+    so they are harder than rows are on average.
+
+    Args:
+        lens: f32[B, T], tokens that a verify at each row would accept.
+        weight: f32[B, T], rows that count.
+    """
+
+    def pass_row(ends, row):
+        at, lens, weight = row
+        begins = (weight > 0) & (at >= ends)
+        return jnp.where(begins, at + lens, ends), begins
+
+    rows = (jnp.arange(lens.shape[1], dtype=lens.dtype), lens.T, weight.T)
+    return jax.lax.scan(pass_row, jnp.zeros(lens.shape[0], lens.dtype), rows)[1].T.astype(jnp.float32)
 
 
 def _draft_ids(draft: DraftModel, tokens):

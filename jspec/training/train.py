@@ -45,7 +45,7 @@ class Trained(NamedTuple):
     """What a run ends with."""
 
     draft: DraftModel
-    held_out: dict[str, Any]  # figures of all held-out text: accept_len over `chains` starts, agree and loss by depth
+    held_out: dict[str, Any]  # figures of all held-out text: accept_len over `verifies`, agree and loss by depth
 
 
 def train(
@@ -114,19 +114,20 @@ def train(
 
 
 def evaluate(program: Program, params: Any, batches: Iterable[Batch], *, unroll: int) -> dict[str, Any]:
-    """Figures of `draft_loss` over `batches`, each batch weighing as many rows as a figure counts in it."""
+    """Figures of `draft_loss` over `batches`, each batch weighing as many rows, or verifies, as a figure counts in it."""
     sums: dict[str, Any] = {}
     counts: dict[str, Any] = {}
     for batch in batches:
         found = jax.device_get(program.evaluate(params, batch, unroll))
         pairs = np.array([_num_pairs(batch.weight, ahead) for ahead in range(1, unroll + 1)])
-        for name, count in (("accept_len", pairs[-1]), ("agree", pairs), ("loss", pairs), ("copy", pairs)):
+        weights = {"accept_len": float(found["verifies"]), "agree": pairs, "loss": pairs, "copy": pairs}
+        for name, count in weights.items():
             if name not in found:
                 continue
             sums[name] = sums.get(name, 0.0) + count * np.asarray(found[name], np.float64)
             counts[name] = counts.get(name, 0) + count
     figures = {name: (value / np.maximum(counts[name], 1)).round(6).tolist() for name, value in sums.items()}
-    return figures | {"chains": int(counts["accept_len"])}
+    return figures | {"verifies": int(counts["accept_len"])}
 
 
 def _num_pairs(weight: np.ndarray, ahead: int) -> float:

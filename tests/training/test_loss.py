@@ -6,11 +6,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from engine.kit import VOCAB, transformer
+from engine.kit import (
+    ACCEPT,
+    VOCAB,
+    markov,
+    markov_continuation,
+    markov_table,
+    oracle_accept_lens,
+    transformer,
+    wrong_tokens,
+)
 
-from jspec.models.tiny_draft import random_draft
+from jspec.models.tiny_draft import markov_draft, random_draft
 from jspec.spec_workers.forward import verify_batch
+from jspec.training.features import forward_features
 from jspec.training.loss import Batch, draft_loss
+from jspec.training.text import TextSequence
 
 B, T = 3, 14
 HOT = tuple(range(0, VOCAB, 2))
@@ -88,3 +99,24 @@ def test_the_unrolled_chain_is_the_one_that_drafts(kind, options):
     tokens[0, length + 2] = (tokens[0, length + 2] + 2) % VOCAB  # another token at the second depth
     _, metrics = draft_loss(draft, draft.params["own"], head, one._replace(tokens=tokens), **only)
     assert metrics["agree"].tolist()[:2] == [1.0, 0.0] and metrics["accept_len"] == 2
+
+
+@pytest.mark.parametrize("level", ACCEPT)
+@pytest.mark.parametrize("kind", ["eagle3", "eagle"])
+def test_the_accept_length_is_that_of_decoding(kind, level):
+    """Where every verify begins and how long it is, against the runs that an engine makes of the same text."""
+    token, depths = ACCEPT[level][1], 4
+    tokens = np.array([token, *markov_continuation(token, 61)], np.int32)
+    draft = markov_draft(markov(), markov_table(), kind=kind, wrong_after=wrong_tokens())
+    captures = draft.facts.capture_layers or (0,)
+    (rows,) = forward_features(markov(), captures, num_tokens=64, longest=64)([TextSequence(tokens, 1)])
+    weight = np.ones((1, len(rows)), np.float32)
+    batch = Batch(tokens[None], rows[None, :, :-1], rows[None, :, -1], weight)
+    head = markov().head(markov().params)
+    _, metrics = draft_loss(draft, draft.params["own"], head, batch, unroll=depths)
+    # The engine's first token comes from the prefill; a verify too near the end of the text to run whole does not count.
+    lens = oracle_accept_lens(token, 61)
+    whole = [n for n, start in zip(lens, np.cumsum([0, *lens]), strict=False) if start + depths < len(rows)]
+    assert int(metrics["verifies"]) == len(whole)
+    np.testing.assert_allclose(metrics["accept_len"], np.mean(whole), rtol=1e-6)
+    assert {"all": 5.0, "none": 1.0}.get(level, np.mean(whole)) == np.mean(whole)

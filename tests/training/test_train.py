@@ -46,7 +46,7 @@ def assert_learned(folder, result, *, depths):
     assert result.held_out["accept_len"] > 1.5 and len(result.held_out["agree"]) == depths
     assert result.held_out["sequences"] == 8
     # Every answer of 17 tokens has rows 2 to 18 that count; a whole chain of two needs two more.
-    assert result.held_out["chains"] == 8 * 15
+    assert 8 * 15 / (depths + 1) <= result.held_out["verifies"] <= 8 * 15
 
 
 def test_a_draft_learns_its_target(trained):
