@@ -15,7 +15,7 @@ from jspec.models.loading import load_model
 from jspec.models.tiny import random_target
 from jspec.models.tiny_draft import random_draft
 
-REQUEST_KEYS = {"rid", "prompt_token_ids", "token_ids", "text", "finish_reason", "accept_lens", "algorithm"}
+REQUEST_KEYS = {"rid", "prompt_token_ids", "token_ids", "text", "finish_reason", "accept_lens", "lossy", "algorithm"}
 
 
 TWO_PROMPTS = ("--prompt", "abcabc", "--prompt", "xyz")
