@@ -1,7 +1,7 @@
 """Heads that copy: attention taught to find where the text last ended as it ends now, and to say what came next there.
 
-Such induction heads (Olsson et al., arXiv 2209.11895) are the most a single layer can add to what its features know already, but they emerge only after
-tens of millions of tokens. Where to look is known from the text alone, so it can be taught from the first step, beside the loss of the tokens.
+Such induction heads (Olsson et al., arXiv 2209.11895) did not form by themselves in a draft trained on 380,000 tokens. Where to look is known from the
+text alone, so it can be taught from the first step, beside the loss of the tokens.
 """
 
 import jax.numpy as jnp
