@@ -13,7 +13,7 @@ class EagleSizes:
         ValueError: naming the field, its value, the rule.
     """
 
-    num_steps: int = 4
+    num_steps: int = 3
     """`S`: deepest draft."""
     topk: int = 1
     """`K`: children a node is given, and nodes of a level that are expanded."""

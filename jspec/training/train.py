@@ -115,18 +115,21 @@ def train(
 
 def evaluate(program: Program, params: Any, batches: Iterable[Batch], *, unroll: int) -> dict[str, Any]:
     """Figures of `draft_loss` over `batches`, each batch weighing as many rows, or verifies, as a figure counts in it."""
-    sums: dict[str, Any] = {}
-    counts: dict[str, Any] = {}
+    sums: dict[str, np.ndarray] = {}
+    counts: dict[str, np.ndarray] = {}
     for batch in batches:
         found = jax.device_get(program.evaluate(params, batch, unroll))
         pairs = np.array([_num_pairs(batch.weight, ahead) for ahead in range(1, unroll + 1)])
-        weights = {"accept_len": float(found["verifies"]), "agree": pairs, "loss": pairs, "copy": pairs}
-        for name, count in weights.items():
-            if name not in found:
-                continue
-            sums[name] = sums.get(name, 0.0) + count * np.asarray(found[name], np.float64)
-            counts[name] = counts.get(name, 0) + count
-    figures = {name: (value / np.maximum(counts[name], 1)).round(6).tolist() for name, value in sums.items()}
+        weights = {
+            "accept_len": np.asarray(found["verifies"], np.float64),
+            "agree": pairs,
+            "loss": pairs,
+            "copy": pairs,
+        }
+        for name in (name for name in weights if name in found):
+            sums[name] = sums.get(name, np.zeros(())) + weights[name] * np.asarray(found[name], np.float64)
+            counts[name] = counts.get(name, np.zeros(())) + weights[name]
+    figures = {name: np.round(value / np.maximum(counts[name], 1), 6).tolist() for name, value in sums.items()}
     return figures | {"verifies": int(counts["accept_len"])}
 
 

@@ -103,7 +103,8 @@ def known_worker(algorithm: str, wrong=()):
     if algorithm == "multi-layer":
         draft = markov_draft(markov(), markov_table(), kind="multi-layer", num_modules=4, wrong_after=wrong)
         return multi_layer_eagle(markov(), draft)
-    return eagle(markov(), markov_draft(markov(), markov_table(), kind=algorithm, wrong_after=wrong))
+    draft = markov_draft(markov(), markov_table(), kind=algorithm, wrong_after=wrong)
+    return eagle(markov(), draft, sizes=EagleSizes(num_steps=4))
 
 
 @pytest.mark.parametrize("algorithm", ["eagle3", "eagle", "multi-layer"])

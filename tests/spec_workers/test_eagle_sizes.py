@@ -21,7 +21,7 @@ from jspec.spec_workers import (
 @pytest.mark.parametrize(
     ("given", "width", "alloc_len", "depths"),
     [
-        ({}, 5, 5, (4,)),
+        ({}, 4, 4, (3,)),
         ({"num_steps": 1}, 2, 2, (1,)),
         ({"num_steps": 31}, 32, 32, (31,)),
         ({"num_steps": 3, "topk": 1, "num_draft_tokens": 4}, 4, 4, (3,)),
@@ -60,7 +60,7 @@ def test_sizes_that_make_no_sense(given, message):
 
 def test_static_facts():
     chain = eagle(markov(), markov_draft(markov(), markov_table()))
-    assert (chain.verify_width, chain.output_stride, chain.alloc_len, chain.verify_kind) == (5, 5, 5, VerifyKind.CHAIN)
+    assert (chain.verify_width, chain.output_stride, chain.alloc_len, chain.verify_kind) == (4, 4, 4, VerifyKind.CHAIN)
     sizes = EagleSizes(num_steps=3, topk=4, num_draft_tokens=16)
     tree = eagle(markov(), markov_draft(markov(), markov_table()), sizes=sizes)
     assert (tree.verify_width, tree.output_stride, tree.alloc_len, tree.verify_kind) == (16, 4, 16, VerifyKind.TREE)
@@ -119,7 +119,7 @@ def test_workers_by_name(saved):
     def worker(algorithm, kind, **options):
         return build_worker(transformer(), EngineConfig(algorithm=algorithm, draft=str(saved / kind), **options))
 
-    assert worker("eagle3", "eagle3").verify_width == 5
+    assert worker("eagle3", "eagle3").verify_width == 4
     assert worker("eagle", "eagle", num_steps=2).verify_width == 3
     assert worker("eagle3", "eagle3", num_steps=3, topk=2, num_draft_tokens=7).verify_kind is VerifyKind.TREE
     assert worker("eagle3", "eagle3", adaptive_steps=((1, (1, 3)), (8, (0, 1)))).depths == (0, 1, 3)
