@@ -42,27 +42,33 @@ class _Work(NamedTuple):
     page_ids: jax.Array  # i32[K]
 
 
-def _work_list(page_table: jax.Array, blocks: QueryBlocks, page_size: int) -> tuple[jax.Array, _Work]:
+def _work_list(
+    page_table: jax.Array, blocks: QueryBlocks, page_size: int, window: int | None
+) -> tuple[jax.Array, _Work]:
     """Number of pairs, and the pairs. Depends on lengths and tables only: compiled once for all layers."""
     key_pages = min(max(1, MIN_KEY_BLOCK // page_size), page_table.shape[1])
     key_len = key_pages * page_size
     page_table = jnp.pad(page_table, ((0, 0), (0, -page_table.shape[1] % key_pages)))
     page_table = page_table.reshape(page_table.shape[0], -1, key_pages)
 
-    key_blocks = jnp.where(blocks.count > 0, -(-(blocks.position + blocks.keys) // key_len), 0)
+    skipped = jnp.zeros_like(blocks.position)
+    if window is not None:
+        skipped = jnp.maximum(blocks.position - window + 1, 0) // key_len
+    key_blocks = jnp.where(blocks.count > 0, -(-(blocks.position + blocks.keys) // key_len) - skipped, 0)
     ends = jnp.cumsum(key_blocks)
     work = jnp.arange(blocks.row.shape[0] * page_table.shape[1], dtype=jnp.int32)
     block = jnp.minimum(jnp.searchsorted(ends, work, side="right", method="compare_all"), ends.shape[0] - 1).astype(
         jnp.int32
     )
-    key_block = work - (ends - key_blocks)[block]
+    rank = work - (ends - key_blocks)[block]
+    key_block = rank + skipped[block]
     return ends[-1], _Work(
         block=block,
         first=blocks.first[block],
         count=blocks.count[block],
         keys=blocks.keys[block],
         tail=key_block * key_len - blocks.position[block],
-        is_first=key_block == 0,
+        is_first=rank == 0,
         page_ids=page_table.at[blocks.row[block], key_block].get(mode="clip"),
     )
 
@@ -76,6 +82,8 @@ def blocked_attention(
     block_len: int,
     layer: int,
     scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
 ) -> jax.Array:
     """Attend each block of queries to the KV of its row, up to the block's last position.
 
@@ -87,6 +95,8 @@ def blocked_attention(
       block_len: `Q`.
       layer: layer of the pool.
       scale: factor on the scores.
+      window: positions that a query sees, its own among them; None: all.
+      soft_cap: scores become `soft_cap * tanh(score / soft_cap)`; None: they stay.
 
     Returns: [T, Hq, D] in q's dtype; zeros for a query that is in no block or sees nothing.
     """
@@ -94,7 +104,7 @@ def blocked_attention(
     num_kv_heads, page_size = pages.shape[2], pages.shape[3]
     group = num_q_heads // num_kv_heads
     lines = block_len * group
-    num_work, work_list = _work_list(page_table, blocks, page_size)
+    num_work, work_list = _work_list(page_table, blocks, page_size, window)
 
     # One block of padding behind, so that a block which starts near the end is not shifted back by its slice.
     grouped = (q.astype(jnp.float32) * scale).reshape(num_tokens, num_kv_heads, group, head_dim)
@@ -111,16 +121,22 @@ def blocked_attention(
         tail = work.tail + jnp.arange(kv.shape[1])
 
         # Both selects matter: a key behind the last may be NaN, and a weight of zero times a NaN value is NaN.
-        values = jnp.where((tail < work.keys)[:, None], kv[..., head_dim:], 0.0)
+        exists = tail < work.keys if window is None else (tail < work.keys) & (tail > -window)
+        values = jnp.where(exists[:, None], kv[..., head_dim:], 0.0)
         if blocks.ancestors is None:
             seen = tail <= jnp.minimum(query, work.count - 1)[:, None]
         else:
             bits = lax.dynamic_index_in_dim(blocks.ancestors, work.block, keepdims=False)[:, None]
             bit = jnp.right_shift(bits, jnp.clip(tail, 0, 31).astype(jnp.uint32)) & 1
             seen = (tail < 0) | ((bit == 1) & (tail < work.keys))
+        if window is not None:
+            depth = query if blocks.ancestors is None else lax.population_count(bits[:, 0]).astype(jnp.int32) - 1
+            seen &= tail > (depth - window)[:, None]
         queries = lax.dynamic_slice_in_dim(grouped, work.first, block_len)  # [Q, Hkv, G, D]
         queries = jnp.moveaxis(queries, 1, 0).reshape(num_kv_heads, lines, head_dim)
         scores = jnp.einsum("hmd,hsd->hms", queries, kv[..., :head_dim], preferred_element_type=jnp.float32)
+        if soft_cap is not None:
+            scores = soft_cap * jnp.tanh(scores / soft_cap)
         scores = jnp.where(jnp.repeat(seen, group, axis=0), scores, -jnp.inf)
 
         top = jnp.where(work.is_first, LOWEST, top)

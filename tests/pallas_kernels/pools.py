@@ -50,13 +50,15 @@ def make_pool(
     return Pool(pages=pages, page_table=page_table, keys=keys, values=values)
 
 
-def attend(pool: Pool, row: int, query, positions, scale: float) -> np.ndarray:
+def attend(pool: Pool, row: int, query, positions, scale: float, soft_cap: float | None = None) -> np.ndarray:
     """One query token `[Hq, D]` of a row over the given positions, in f64."""
     out = np.zeros(query.shape)
     group = query.shape[0] // pool.keys.shape[2]
     for head in range(query.shape[0]):
         keys, values = (x[row, positions, head // group].astype(np.float64) for x in (pool.keys, pool.values))
         scores = keys @ query[head].astype(np.float64) * scale
+        if soft_cap is not None:
+            scores = soft_cap * np.tanh(scores / soft_cap)
         if len(scores):
             weights = np.exp(scores - scores.max())
             out[head] = weights / weights.sum() @ values

@@ -102,7 +102,7 @@ def test_bad_arguments_are_named():
         "query_lens": query_lens.astype(np.int32),
     }
     for change, words in [
-        ({"backend": "pallas_interpret"}, "backend='pallas_interpret' does not exist for prefill_attention"),
+        ({"backend": "cuda"}, "backend='cuda' does not exist for prefill_attention"),
         ({"layer": -1}, "layer=-1"),
         ({"q": good["q"][None]}, "q.shape"),
         ({"q": good["q"][:, :3]}, "q.shape"),

@@ -153,7 +153,7 @@ def bad_cases():
     }
     wide = {"q": jnp.ones((4, 33, 4, 8)), "ancestors": np.ones((4, 33), np.uint32)}
     return good, [
-        ({"backend": "pallas"}, "backend='pallas' does not exist for verify_attention"),
+        ({"backend": "cuda"}, "backend='cuda' does not exist for verify_attention"),
         ({"layer": 3}, "layer=3"),
         ({"q": good["q"][0]}, "q.shape"),
         ({"q": good["q"][:, :, :3]}, "q.shape"),

@@ -1,14 +1,24 @@
 """Causal attention of ragged packed prompts over pages."""
 
+import functools
+from typing import Any
+
 import jax
 
+from ..interpret import INTERPRET
+from .kernel import prefill_attention_kernel
 from .reference import prefill_attention_reference
 from .validate import BACKENDS, validate_dynamic, validate_static
 
 __all__ = ["BACKENDS", "prefill_attention", "validate_dynamic"]
 
 # The layer is an argument of the traced function, so that a model of many layers traces it once.
-_reference = jax.jit(prefill_attention_reference, static_argnames=("scale",))
+_STATIC = ("scale", "window", "soft_cap")
+_reference = jax.jit(prefill_attention_reference, static_argnames=_STATIC)
+_kernel = jax.jit(prefill_attention_kernel, static_argnames=("layer", *_STATIC))
+_interpreted = jax.jit(
+    functools.partial(prefill_attention_kernel, interpret=INTERPRET), static_argnames=("layer", *_STATIC)
+)
 
 
 def prefill_attention(
@@ -20,6 +30,8 @@ def prefill_attention(
     *,
     layer: int,
     scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
     backend: str = "xla",
 ) -> jax.Array:
     """Attends `T` packed tokens to the pages of their rows, causally. The KV of all of them is already written.
@@ -32,12 +44,15 @@ def prefill_attention(
       query_lens: i32[B], tokens of each row, together at most `T`; 0 for a padding row.
       layer: layer of the pool, static.
       scale: factor on the scores, static.
-      backend: "xla".
+      window, soft_cap: as in `verify_attention`, static.
+      backend: "xla", "pallas" (a TPU), or "pallas_interpret" (the same kernel in the TPU interpreter, on any machine, with its races reported).
 
-    Returns: [T, Hq, D] in q's dtype; scores, softmax and sums are in f32. Zeros for padding.
+    Returns: [T, Hq, D] in q's dtype; scores, softmax and sums are in f32, the kernel's queries and weights in the pool's dtype. Zeros for padding.
 
     Raises:
       ValueError: while tracing, for shapes, dtypes or sizes that the backend cannot take.
     """
-    validate_static(q, pages, page_table, prefix_lens, query_lens, layer=layer, backend=backend)
-    return _reference(q, pages, page_table, prefix_lens, query_lens, layer=layer, scale=float(scale))
+    options: dict[str, Any] = {"layer": layer, "window": window, "soft_cap": soft_cap}
+    validate_static(q, pages, page_table, prefix_lens, query_lens, backend=backend, **options)
+    attend = {"xla": _reference, "pallas": _kernel, "pallas_interpret": _interpreted}[backend]
+    return attend(q, pages, page_table, prefix_lens, query_lens, scale=float(scale), **options)

@@ -4,13 +4,24 @@ from typing import Any
 
 import numpy as np
 
+from ..attention_rules import BACKENDS, check_attention
 from ..checks import check_backend, check_heads, check_pages, check_reads, check_rows
+from .kernel import QUERY_BLOCK
 
-BACKENDS = ("xla",)
+__all__ = ["BACKENDS", "validate_dynamic", "validate_static"]
 
 
 def validate_static(
-    q: Any, pages: Any, page_table: Any, prefix_lens: Any, query_lens: Any, *, layer: int, backend: str
+    q: Any,
+    pages: Any,
+    page_table: Any,
+    prefix_lens: Any,
+    query_lens: Any,
+    *,
+    layer: int,
+    backend: str,
+    window: int | None = None,
+    soft_cap: float | None = None,
 ) -> None:
     """Raises ValueError for shapes, dtypes and sizes that the backend cannot take."""
     check_backend(backend, BACKENDS, "prefill_attention")
@@ -19,6 +30,8 @@ def validate_static(
         raise ValueError(f"{q.shape=} must be (T, query heads, head size), none of them 0")
     check_heads(q, pages)
     check_rows(page_table, prefix_lens, query_lens)
+    num_blocks = q.shape[0] // min(QUERY_BLOCK, q.shape[0]) + page_table.shape[0]
+    check_attention(pages, page_table, num_blocks, 0, window, soft_cap, backend)
 
 
 def validate_dynamic(pages: Any, page_table: Any, prefix_lens: Any, query_lens: Any, *, num_tokens: int) -> None:

@@ -17,11 +17,32 @@ def verify_attention_reference(
     scale: float,
     ancestors: jax.Array | None = None,
     query_start: int = 0,
+    window: int | None = None,
+    soft_cap: float | None = None,
 ) -> jax.Array:
     """See `verify_attention`. One block of queries a row."""
     batch, width = q.shape[:2]
-    rows = jnp.arange(batch, dtype=jnp.int32)
-    blocks = QueryBlocks(
+    blocks = row_blocks(prefix_lens, query_lens, width, ancestors, query_start)
+    out = blocked_attention(
+        q.reshape(batch * width, *q.shape[2:]),
+        pages,
+        page_table,
+        blocks,
+        block_len=width,
+        layer=layer,
+        scale=scale,
+        window=window,
+        soft_cap=soft_cap,
+    )
+    return out.reshape(q.shape)
+
+
+def row_blocks(
+    prefix_lens: jax.Array, query_lens: jax.Array, width: int, ancestors: jax.Array | None, query_start: int
+) -> QueryBlocks:
+    """One block a row."""
+    rows = jnp.arange(prefix_lens.shape[0], dtype=jnp.int32)
+    return QueryBlocks(
         row=rows,
         first=rows * width,
         position=prefix_lens,
@@ -29,6 +50,3 @@ def verify_attention_reference(
         keys=query_lens + query_start,
         ancestors=ancestors,
     )
-    packed = q.reshape(batch * width, *q.shape[2:])
-    out = blocked_attention(packed, pages, page_table, blocks, block_len=width, layer=layer, scale=scale)
-    return out.reshape(q.shape)

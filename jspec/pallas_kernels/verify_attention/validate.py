@@ -4,12 +4,10 @@ from typing import Any
 
 import numpy as np
 
+from ..attention_rules import BACKENDS, MAX_NODES, check_attention
 from ..checks import check_array, check_backend, check_heads, check_pages, check_reads, check_rows
 
-BACKENDS = ("xla",)
-
-MAX_NODES = 32
-"""Bits in one word of ancestors."""
+__all__ = ["BACKENDS", "validate_dynamic", "validate_static"]
 
 
 def validate_static(
@@ -23,6 +21,8 @@ def validate_static(
     layer: int,
     backend: str,
     query_start: int = 0,
+    window: int | None = None,
+    soft_cap: float | None = None,
 ) -> None:
     """Raises ValueError for shapes, dtypes and sizes that the backend cannot take."""
     check_backend(backend, BACKENDS, "verify_attention")
@@ -32,6 +32,8 @@ def validate_static(
     check_heads(q, pages)
     batch, width = q.shape[:2]
     check_rows(page_table, prefix_lens, query_lens, batch)
+    num_nodes = 0 if ancestors is None else query_start + width
+    check_attention(pages, page_table, batch, num_nodes, window, soft_cap, backend)
     if ancestors is None:
         if query_start:
             raise ValueError(f"{query_start=} needs ancestors: a chain starts later by a longer prefix_lens")
