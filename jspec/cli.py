@@ -102,7 +102,10 @@ def generate(
     max_running: Annotated[int, typer.Option(help="Requests decoded at the same time.")] = EngineConfig.max_running,
     kv_tokens: Annotated[int | None, typer.Option(help="Size of the KV pool in tokens.")] = None,
     overlap: Annotated[bool, typer.Option(help="Launch a step before the last is settled.")] = True,
-    kernels: Annotated[str, typer.Option(help='"xla", "pallas" (TPU) or "pallas_interpret".')] = EngineConfig.kernels,
+    kernels: Annotated[
+        str | None,
+        typer.Option(help='"xla", "pallas" or "pallas_interpret"; by default "pallas" on a TPU, "xla" elsewhere.'),
+    ] = None,
     checked: Annotated[bool, typer.Option("--checked", help="Check every invariant after every transition.")] = False,
     stream: Annotated[bool, typer.Option("--stream", help="Print text as it comes (without --json).")] = False,
     chat: Annotated[

@@ -156,8 +156,9 @@ class EngineConfig:
     """Prompt tokens that prefill programs are built for, ascending, ending with the context length. None: 64, 128, 256, ..."""
     overlap: bool = True
     """Launch the next step before the last one is settled. Off settles each step at once; the tokens are the same."""
-    kernels: str = "xla"
-    """Backend of the paged KV write: "xla", "pallas" (TPU), "pallas_interpret" (any machine, slow). Attention runs through XLA."""
+    kernels: str | None = None
+    """What runs attention, the KV write and the move of an accepted path: "xla", "pallas" (TPU) or "pallas_interpret" (any machine, slow). None:
+    "pallas" on a TPU, "xla" elsewhere."""
     seed: int = 0
     """Seeds the requests that bring no seed of their own."""
     checked: bool = False
@@ -166,7 +167,7 @@ class EngineConfig:
     """Keep compiled programs on disk (JAX's persistent cache, in $JSPEC_CACHE_DIR or ~/.cache/jspec)."""
 
     def __post_init__(self):
-        for field in ("model", "algorithm", "kernels"):
+        for field in ("model", "algorithm"):
             if not isinstance(getattr(self, field), str):
                 raise TypeError(f"{field}={getattr(self, field)!r} must be a string")
         if self.num_draft_tokens is not None:
@@ -200,7 +201,7 @@ class EngineConfig:
             raise ValueError(
                 f"kv_tokens={self.kv_tokens} and kv_memory_bytes={self.kv_memory_bytes} both size the KV pool: give one of them"
             )
-        if self.kernels not in KERNEL_BACKENDS:
+        if self.kernels is not None and self.kernels not in KERNEL_BACKENDS:
             raise ValueError(f"kernels={self.kernels!r} must be one of {', '.join(KERNEL_BACKENDS)}")
         _check_int("seed", self.seed, 0, 2**32 - 1)
         for field in ("overlap", "checked", "compilation_cache", "rejection_sampling"):

@@ -85,6 +85,10 @@ class Engine:
         if target is None:
             loaded = load_model(config.model, kernels=config.kernels)
             target, tokenizer = loaded.target, tokenizer or loaded.tokenizer
+        if config.kernels is not None and target.kernels != config.kernels:
+            raise ValueError(
+                f"kernels={config.kernels!r}, but the given target runs {target.kernels!r}: build it with the same, or leave kernels out"
+            )
         self.target, self.tokenizer = target, tokenizer
         self.worker = worker = worker or build_worker(target, config)
         facts = target.facts

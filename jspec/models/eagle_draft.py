@@ -14,9 +14,10 @@ from flax import linen as nn
 
 from jspec.models.draft import DraftFacts, DraftModel
 from jspec.models.linear import project
-from jspec.models.llama import ATTENTION_BACKEND, check_params, rms_norm
+from jspec.models.llama import check_params, rms_norm
 from jspec.models.rope import RopeScaling, angles, inverse_frequencies, rotate
-from jspec.pallas_kernels.paged_kv_write import init_kv_pages, paged_kv_write, validate_pool
+from jspec.pallas_kernels.paged_kv_write import init_kv_pages, paged_kv_write
+from jspec.pallas_kernels.pool_rules import validate_pool
 from jspec.pallas_kernels.prefill_attention import prefill_attention
 from jspec.pallas_kernels.verify_attention import verify_attention
 from jspec.state.batches import ForwardBatch
@@ -273,7 +274,7 @@ def _functions(config: EagleConfig, kernels: str, dtype: Any, mapped: bool) -> d
         kv_pages = paged_kv_write(kv_pages, k, v, batch.slots, layer=module, backend=kernels)
         rows = (kv_pages, batch.page_table, batch.prefix_lens, batch.extend_lens)
         if batch.query_len is None:
-            mixed = prefill_attention(q, *rows, layer=module, scale=scale, backend=ATTENTION_BACKEND)
+            mixed = prefill_attention(q, *rows, layer=module, scale=scale, backend=kernels)
         else:
             q = q.reshape(-1, batch.query_len, config.num_heads, config.head_dim)
             mixed = verify_attention(
@@ -283,7 +284,7 @@ def _functions(config: EagleConfig, kernels: str, dtype: Any, mapped: bool) -> d
                 query_start=batch.query_start,
                 layer=module,
                 scale=scale,
-                backend=ATTENTION_BACKEND,
+                backend=kernels,
             )
         return project_out(params, residual, mixed.reshape(residual.shape[0], -1), module=module), kv_pages
 

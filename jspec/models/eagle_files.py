@@ -41,10 +41,8 @@ class _Header(NamedTuple):
     shape: tuple[int, ...]
 
 
-def load_draft(
-    path: str | os.PathLike[str], target: TargetModel, *, kernels: str = "xla", dtype: Any = jnp.float32
-) -> DraftModel:
-    """The draft in directory `path`, for `target`.
+def load_draft(path: str | os.PathLike[str], target: TargetModel, *, dtype: Any = jnp.float32) -> DraftModel:
+    """The draft in directory `path`, for `target`, whose kernels it runs.
 
     Raises:
       FileNotFoundError: a file is missing.
@@ -75,7 +73,7 @@ def load_draft(
         head = target.head(target.params)
         head = head if token_ids is None else head[token_ids]
     embed = target.embedding(target.params)
-    return eagle_draft(config, params, embed=embed, head=head, token_ids=token_ids, kernels=kernels, dtype=dtype)
+    return eagle_draft(config, params, embed=embed, head=head, token_ids=token_ids, kernels=target.kernels, dtype=dtype)
 
 
 def save_draft(

@@ -13,13 +13,11 @@ from jspec.config import KERNEL_BACKENDS
 from jspec.models.linear import project
 from jspec.models.rope import RopeScaling, angles, inverse_frequencies, rotate
 from jspec.models.target import ForwardOutput, TargetFacts, TargetModel
-from jspec.pallas_kernels.paged_kv_write import init_kv_pages, paged_kv_write, validate_pool
+from jspec.pallas_kernels.paged_kv_write import init_kv_pages, paged_kv_write
+from jspec.pallas_kernels.pool_rules import validate_pool
 from jspec.pallas_kernels.prefill_attention import prefill_attention
 from jspec.pallas_kernels.verify_attention import verify_attention
 from jspec.state.batches import ForwardBatch
-
-ATTENTION_BACKEND = "xla"
-"""Attention has its XLA reference only; `kernels` chooses how KV is written."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -114,11 +112,11 @@ class LlamaLayer(nn.Module):
         rows = (kv_pages, batch.page_table, batch.prefix_lens, batch.extend_lens)
         scale = c.head_dim**-0.5
         if batch.query_len is None:
-            out = prefill_attention(q, *rows, layer=self.index, scale=scale, backend=ATTENTION_BACKEND)
+            out = prefill_attention(q, *rows, layer=self.index, scale=scale, backend=self.kernels)
         else:
             q, ancestors = q.reshape(-1, batch.query_len, c.num_heads, c.head_dim), batch.ancestors
             nodes = {"ancestors": ancestors, "query_start": batch.query_start}
-            out = verify_attention(q, *rows, **nodes, layer=self.index, scale=scale, backend=ATTENTION_BACKEND)
+            out = verify_attention(q, *rows, **nodes, layer=self.index, scale=scale, backend=self.kernels)
         return out.reshape(-1, c.num_heads * c.head_dim), kv_pages
 
 
@@ -192,6 +190,7 @@ def llama_target(
         logits=logits,
         embedding=embedding,
         head=head,
+        kernels=kernels,
         config=config,
     )
 

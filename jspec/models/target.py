@@ -43,4 +43,5 @@ class TargetModel(NamedTuple):
     logits: Callable[..., Any]
     embedding: Callable[..., Any]
     head: Callable[..., Any]
+    kernels: str = "xla"  # what its kernels run on: a draft's, and the move of an accepted path, follow
     config: Any = None  # what shaped the model, of its own type: what a draft is trained after. None where there is nothing to tell

@@ -137,4 +137,5 @@ def _build(target: TargetModel, config: EagleConfig, params, options) -> DraftMo
         embed=target.embedding(target.params),
         head=head if ids is None else head[jnp.asarray(ids)],
         token_ids=ids,
+        kernels=target.kernels,
     )

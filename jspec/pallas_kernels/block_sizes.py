@@ -25,12 +25,12 @@ class BlockSizes(NamedTuple):
     """Tokens that a masked step takes at a time."""
 
 
-def block_sizes(pages: jax.Array, *, lines: int) -> BlockSizes:
-    """The longest blocks whose buffers leave room in VMEM."""
+def block_sizes(pages: jax.Array, *, lines: int, max_len: int) -> BlockSizes:
+    """The longest blocks whose buffers leave room in VMEM, and no longer than `max_len`, the positions of a row, needs."""
     _, _, num_kv_heads, _, kv_width = pages.shape
     token = num_kv_heads * kv_width * pages.dtype.itemsize
     block_len = 1024
-    while block_len > 128 and block_len * token > 4 << 20:
+    while block_len > LANES and (block_len * token > 4 << 20 or block_len >= 2 * max_len):
         block_len //= 2
     return BlockSizes(block_len=block_len, heads_at_once=4 if lines == 64 else 8)
 

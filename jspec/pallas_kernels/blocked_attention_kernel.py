@@ -281,7 +281,7 @@ def blocked_attention_kernel(
     group = num_q_heads // num_kv_heads
     lines, out_width = tile_lines(width, group, pages.dtype), value_width(head_dim)
     if sizes is None:
-        sizes = block_sizes(pages, lines=lines)
+        sizes = block_sizes(pages, lines=lines, max_len=page_table.shape[1] * page_size)
     if num_cores is None:
         num_cores = 1 if interpret else pltpu.get_tpu_info().num_cores
     num_pages, tail_pages = pages_at_once(sizes, page_size)

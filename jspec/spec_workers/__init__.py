@@ -66,7 +66,7 @@ def _given(config: EngineConfig, *names: str) -> dict[str, int]:
 def _load(target: TargetModel, config: EngineConfig) -> DraftModel:
     path = _draft_path(config)
     dtype = target.embedding(target.params).dtype
-    draft = load_draft(path, target, kernels=config.kernels, dtype=dtype)
+    draft = load_draft(path, target, dtype=dtype)
     kinds = ALGORITHMS[config.algorithm].draft_kinds
     if draft.config.kind not in kinds:
         raise ValueError(

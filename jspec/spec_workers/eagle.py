@@ -200,7 +200,7 @@ def eagle(
         source = row_slots(rows, seq_lens[:, None] + path, page_table, page_size=device.page_size)
         front = row_slots(rows, seq_lens[:, None] + place, page_table, page_size=device.page_size)
         front = jnp.where(place < accept_lens[:, None], front, 0)
-        kv_pages = kv_move(out.kv_pages, source.reshape(-1), front.reshape(-1))
+        kv_pages = kv_move(out.kv_pages, source.reshape(-1), front.reshape(-1), backend=target.kernels)
 
         device = dataclasses.replace(device, kv_pages=kv_pages, draft_kv_pages=draft_kv_pages)
         index = path + jnp.arange(rows.shape[0], dtype=jnp.int32)[:, None] * tree.tokens.shape[1]

@@ -2,11 +2,10 @@
 
 import jax
 import pytest
-from engine.kit import build, greedy, transformer
+from engine.kit import build, transformer
 
 from jspec import EngineConfig
 from jspec.engine.buckets import fit, make_buckets
-from jspec.models.tiny import random_target
 from jspec.state import Limits
 
 
@@ -44,16 +43,3 @@ def test_buckets_cover_every_size():
         fit(buckets.batch, 13)
     with pytest.raises(ValueError, match="must end with context_len=1000"):
         make_buckets(EngineConfig(prefill_buckets=(10,)), limits, pages_per_row=16)
-
-
-def test_the_pallas_write_serves_the_engine():
-    """The same tokens with the Pallas KV write, in the TPU interpreter; a page size it cannot take is refused at start-up."""
-    options = dict(vocab_size=64, context_len=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=64)
-    tokens = {}
-    for kernels in ("xla", "pallas_interpret"):
-        target = random_target(1, kernels=kernels, **options)
-        engine = build(target, "ngram", kernels=kernels, max_running=2, page_size=8)
-        tokens[kernels] = [o.token_ids for o in engine.generate([[1, 2, 3], [4] * 9], greedy(8))]
-    assert tokens["xla"] == tokens["pallas_interpret"]
-    with pytest.raises(ValueError, match="page_size=12"):
-        build(random_target(1, kernels="pallas_interpret", **options), "ngram", page_size=12)

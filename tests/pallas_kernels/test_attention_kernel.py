@@ -246,6 +246,7 @@ def test_sizes_fit_the_smallest_memory(heads, head_dim):
     pages = jax.ShapeDtypeStruct((1, 9, heads, 128, 2 * head_dim), jnp.bfloat16)
     lines = tile_lines(32, 4, jnp.bfloat16)
     assert lines == 128 and tile_lines(1, 3, jnp.bfloat16) == 16 and tile_lines(1, 3, jnp.float32) == 8
-    sizes = block_sizes(pages, lines=lines)
+    sizes = block_sizes(pages, lines=lines, max_len=4096)
     assert sizes.block_len >= 128
+    assert block_sizes(pages, lines=lines, max_len=100).block_len == 128
     assert vmem_bytes(pages, lines=lines, sizes=sizes) < 48 << 20

@@ -1,13 +1,21 @@
 """Move the KV of an accepted tree path into place."""
 
+import functools
+
 import jax
 
+from ..interpret import INTERPRET
+from .kernel import kv_move_kernel
 from .reference import kv_move_reference
 from .validate import BACKENDS, validate_dynamic, validate_static
 
 __all__ = ["BACKENDS", "kv_move", "validate_dynamic"]
 
-_reference = jax.jit(kv_move_reference)
+_BACKENDS = {
+    "xla": jax.jit(kv_move_reference),
+    "pallas": jax.jit(kv_move_kernel),
+    "pallas_interpret": jax.jit(functools.partial(kv_move_kernel, interpret=INTERPRET)),
+}
 
 
 def kv_move(pages: jax.Array, source: jax.Array, target: jax.Array, *, backend: str = "xla") -> jax.Array:
@@ -19,7 +27,7 @@ def kv_move(pages: jax.Array, source: jax.Array, target: jax.Array, *, backend: 
       pages: the pool, from `init_kv_pages`.
       source: i32[T], `page * page_size + offset`.
       target: i32[T], likewise, distinct; a slot in page 0 (the sink), or one equal to its source, is not written.
-      backend: "xla".
+      backend: "xla", "pallas" (a TPU), or "pallas_interpret" (the same kernel in the TPU interpreter, on any machine, with its races reported).
 
     Returns: the pool.
 
@@ -27,4 +35,4 @@ def kv_move(pages: jax.Array, source: jax.Array, target: jax.Array, *, backend: 
       ValueError: while tracing, for shapes, dtypes or an unknown backend.
     """
     validate_static(pages, source, target, backend=backend)
-    return _reference(pages, source, target)
+    return _BACKENDS[backend](pages, source, target)

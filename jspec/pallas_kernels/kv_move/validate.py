@@ -3,10 +3,16 @@
 from typing import Any
 
 import numpy as np
+from jax.experimental.pallas import tpu as pltpu
 
 from ..checks import check_array, check_backend, check_pages
+from ..paged_kv_write import validate_pool
+from .kernel import vmem_bytes
 
-BACKENDS = ("xla",)
+BACKENDS = ("xla", "pallas", "pallas_interpret")
+
+MAX_VMEM_BYTES = 48 << 20
+"""In the interpreter; on a chip three quarters of its VMEM."""
 
 
 def validate_static(pages: Any, source: Any, target: Any, *, backend: str) -> None:
@@ -17,6 +23,15 @@ def validate_static(pages: Any, source: Any, target: Any, *, backend: str) -> No
         raise ValueError(f"{source.shape=} must be (T,): one slot a token")
     for name, slots in (("source", source), ("target", target)):
         check_array(name, slots, source.shape, np.int32, "one slot a token")
+    _, _, _, page_size, width = pages.shape
+    validate_pool(page_size=page_size, head_dim=width // 2, dtype=pages.dtype, backend=backend)
+    if backend == "xla":
+        return
+    limit = MAX_VMEM_BYTES if backend == "pallas_interpret" else pltpu.get_tpu_info().vmem_capacity_bytes // 4 * 3
+    if (needed := vmem_bytes(pages, source.shape[0])) > limit:
+        raise ValueError(
+            f"{source.shape=} takes {needed} bytes of VMEM, at most {limit} for {backend=}: move fewer tokens at a time"
+        )
 
 
 def validate_dynamic(pages: Any, source: Any, target: Any) -> None:

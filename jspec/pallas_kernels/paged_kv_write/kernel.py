@@ -7,7 +7,7 @@ several are in flight at a time. A run that fills its block is not read first.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -62,6 +62,18 @@ def vmem_bytes(pages: jax.Array, num_tokens: int) -> int:
     )
 
 
+def scratch_shapes(pages: jax.Array) -> list[Any]:
+    """The blocks in flight, one block in f32, and a semaphore for each copy in and out."""
+    _, _, num_kv_heads, page_size, width = pages.shape
+    shape = (num_kv_heads, block_rows(page_size), width)
+    return [
+        pltpu.VMEM((NUM_BUFFERS, *shape), pages.dtype),
+        pltpu.VMEM(shape, jnp.float32),
+        pltpu.SemaphoreType.DMA((NUM_BUFFERS,)),
+        pltpu.SemaphoreType.DMA((NUM_BUFFERS,)),
+    ]
+
+
 def cost_estimate(pages: jax.Array, num_tokens: int) -> pl.CostEstimate:
     """Bytes moved when every token lies in its own block, as in decode: the block in and out, and the token in."""
     _, _, num_kv_heads, page_size, width = pages.shape
@@ -91,8 +103,25 @@ def find_runs(slots: jax.Array, *, page_size: int, block: int, chunk: int) -> Ru
 def _kernel(
     slots, starts, num_runs, num_kept, kv, _, pages, blocks, staged, read_done, write_done, *, layer, block, chunk
 ):
-    """One chunk: for each of its runs read the block, put the tokens, write it back."""
-    step = pl.program_id(0)
+    write_chunk(
+        slots, starts, num_runs, num_kept, kv, pages, blocks, staged, read_done, write_done,
+        step=pl.program_id(0), layer=layer, block=block, chunk=chunk,
+    )  # fmt: skip
+
+
+def write_chunk(
+    slots, starts, num_runs, num_kept, kv, pages, blocks, staged, read_done, write_done, *, step, layer, block, chunk
+):
+    """Writes the tokens of chunk `step`: for each of its runs it reads the block, puts the tokens, writes it back.
+
+    Args:
+      slots, starts, num_runs, num_kept: SMEM, see `Runs`.
+      kv: f32[C, Hkv, 1, 2D], the tokens of the chunk in slot order.
+      pages: the pool, in HBM.
+      blocks, staged, read_done, write_done: see `scratch_shapes`.
+      step, layer: i32[].
+      block, chunk: tokens of a copy, and `C`.
+    """
     base = step * chunk
     runs = num_runs[step]
     page_size = pages.shape[3]
@@ -184,12 +213,7 @@ def paged_kv_write_kernel(
                 pl.BlockSpec(memory_space=pl.ANY),
             ],
             out_specs=pl.BlockSpec(memory_space=pl.ANY),
-            scratch_shapes=[
-                pltpu.VMEM((NUM_BUFFERS, num_kv_heads, block, width), pages.dtype),
-                pltpu.VMEM((num_kv_heads, block, width), jnp.float32),
-                pltpu.SemaphoreType.DMA((NUM_BUFFERS,)),
-                pltpu.SemaphoreType.DMA((NUM_BUFFERS,)),
-            ],
+            scratch_shapes=scratch_shapes(pages),
         ),
         input_output_aliases={5: 0},
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
