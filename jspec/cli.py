@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from jspec.cli_errors import print_error, usage_errors
+from jspec.cli_tpu_report import tpu_report
 from jspec.cli_train import train
 from jspec.config import EngineConfig, SamplingParams
 
@@ -20,6 +21,7 @@ app = typer.Typer(
 bench = typer.Typer(help="Measure the engine.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 app.command("train", no_args_is_help=True)(train)
+app.command("tpu-report")(tpu_report)
 
 Model = Annotated[str, typer.Option(help='A GGUF file, a Hugging Face directory, or "smollm2".')]
 Algorithm = Annotated[

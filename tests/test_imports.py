@@ -22,7 +22,7 @@ MAY_IMPORT = {
 }
 """By folder or top-level module: the others it may import. It may always import itself."""
 
-ANYTHING = {"__init__", "cli", "engine", "bench", "trace", "training"}
+ANYTHING = {"__init__", "cli", "engine", "bench", "tpu_report", "trace", "training"}
 """These may import all of the above and each other; a module named `cli_...` is part of the command."""
 
 KERNELS_NEED = {"jax", "numpy"}

@@ -8,8 +8,11 @@ import jax.numpy as jnp
 
 LANES = 128
 
-VMEM_FOR_COMPILER = 16 << 20
-"""What the compiler may use beside the buffers of the kernel: scores and weights of several heads at a time."""
+SMALLEST_VMEM = 16 << 20
+"""Bytes of a core of v4, the least of all chips."""
+
+MAX_BLOCK_BYTES = 4 << 20
+"""Longer blocks save little: what a block costs beside its work is a tenth of that by then."""
 
 
 class BlockSizes(NamedTuple):
@@ -25,14 +28,28 @@ class BlockSizes(NamedTuple):
     """Tokens that a masked step takes at a time."""
 
 
-def block_sizes(pages: jax.Array, *, lines: int, max_len: int) -> BlockSizes:
-    """The longest blocks whose buffers leave room in VMEM, and no longer than `max_len`, the positions of a row, needs."""
-    _, _, num_kv_heads, _, kv_width = pages.shape
-    token = num_kv_heads * kv_width * pages.dtype.itemsize
-    block_len = 1024
-    while block_len > LANES and (block_len * token > 4 << 20 or block_len >= 2 * max_len):
-        block_len //= 2
-    return BlockSizes(block_len=block_len, heads_at_once=4 if lines == 64 else 8)
+def block_sizes(pages: jax.Array, *, lines: int, max_len: int, capacity: int = SMALLEST_VMEM) -> BlockSizes:
+    """The longest blocks that fit, no longer than `max_len`, the positions of a row, needs.
+
+    Args:
+      pages: the pool.
+      lines: of a tile of queries.
+      max_len: positions that a row's page table covers.
+      capacity: bytes of VMEM of a core.
+    """
+    sizes = BlockSizes(block_len=1024, heads_at_once=4 if lines == 64 else 8)
+
+    def needed() -> int:
+        return vmem_bytes(pages, lines=lines, sizes=sizes)
+
+    while sizes.block_len > LANES and (sizes.block_len >= 2 * max_len or _block_bytes(pages, sizes) > MAX_BLOCK_BYTES):
+        sizes = sizes._replace(block_len=sizes.block_len // 2)
+    while needed() > capacity * 3 // 4 and (sizes.heads_at_once > 2 or sizes.block_len > LANES):
+        if sizes.heads_at_once > 2:
+            sizes = sizes._replace(heads_at_once=sizes.heads_at_once // 2)
+        else:
+            sizes = sizes._replace(block_len=sizes.block_len // 2)
+    return sizes
 
 
 def pages_at_once(sizes: BlockSizes, page_size: int) -> tuple[int, int]:
@@ -55,9 +72,16 @@ def value_width(head_dim: int) -> int:
 
 
 def vmem_bytes(pages: jax.Array, *, lines: int, sizes: BlockSizes) -> int:
-    """VMEM that the kernel names: blocks of keys, running maximum and sums, and two blocks of queries and of results."""
+    """VMEM of a core: blocks of keys, running maximum and sums, two blocks of queries and of results, and scores and weights of the heads at once."""
     _, _, num_kv_heads, page_size, kv_width = pages.shape
-    block = pages_at_once(sizes, page_size)[0] * page_size * num_kv_heads * kv_width * pages.dtype.itemsize
-    out_width = value_width(kv_width // 2)
+    out_width, itemsize = value_width(kv_width // 2), pages.dtype.itemsize
     running = num_kv_heads * lines * (2 * LANES + out_width) * 4
-    return sizes.num_buffers * block + running + 2 * 2 * num_kv_heads * lines * out_width * 4
+    rows = 2 * 2 * num_kv_heads * lines * out_width * itemsize
+    block_len = pages_at_once(sizes, page_size)[0] * page_size
+    scores = min(sizes.heads_at_once, num_kv_heads) * lines * block_len * (4 + itemsize)
+    return sizes.num_buffers * _block_bytes(pages, sizes) + running + rows + scores
+
+
+def _block_bytes(pages: jax.Array, sizes: BlockSizes) -> int:
+    _, _, num_kv_heads, page_size, kv_width = pages.shape
+    return pages_at_once(sizes, page_size)[0] * page_size * num_kv_heads * kv_width * pages.dtype.itemsize

@@ -23,13 +23,12 @@ from jax.experimental.pallas import tpu as pltpu
 
 from .block_sizes import (
     LANES,
-    VMEM_FOR_COMPILER,
+    SMALLEST_VMEM,
     BlockSizes,
     block_sizes,
     pages_at_once,
     tile_lines,
     value_width,
-    vmem_bytes,
 )
 from .blocked_attention import QueryBlocks
 
@@ -280,10 +279,12 @@ def blocked_attention_kernel(
     _, _, num_kv_heads, page_size, kv_width = pages.shape
     group = num_q_heads // num_kv_heads
     lines, out_width = tile_lines(width, group, pages.dtype), value_width(head_dim)
+    info = None if interpret else pltpu.get_tpu_info()
+    capacity = info.vmem_capacity_bytes if info else SMALLEST_VMEM
     if sizes is None:
-        sizes = block_sizes(pages, lines=lines, max_len=page_table.shape[1] * page_size)
+        sizes = block_sizes(pages, lines=lines, max_len=page_table.shape[1] * page_size, capacity=capacity)
     if num_cores is None:
-        num_cores = 1 if interpret else pltpu.get_tpu_info().num_cores
+        num_cores = info.num_cores if info else 1
     num_pages, tail_pages = pages_at_once(sizes, page_size)
 
     factor = scale * math.log2(math.e) if soft_cap is None else scale / soft_cap
@@ -331,7 +332,7 @@ def blocked_attention_kernel(
         ),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel" if num_cores > 1 else "arbitrary", "arbitrary"),
-            vmem_limit_bytes=vmem_bytes(pages, lines=lines, sizes=sizes) + VMEM_FOR_COMPILER,
+            vmem_limit_bytes=capacity,
             disable_bounds_checks=True,  # a check of every copy costs a tenth of a block
         ),
         cost_estimate=cost_estimate(q, pages, page_table),

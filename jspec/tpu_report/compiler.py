@@ -1,0 +1,169 @@
+"""Compiles jobs for one chip, in a process of its own: libtpu reads its options once, when it is loaded.
+
+python -m jspec.tpu_report.compiler CHIP     reads jobs from standard input, prints one JSON line for each
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+from jspec.tpu_report.chips import CHIPS
+from jspec.tpu_report.jobs import MOVE, PEER, PREFILL, SHAPES, VERIFY, WRITE, KernelJob
+from jspec.tpu_report.schedule import block_loop, read_loops
+
+_DUMP = "--xla_jf_dump_to={} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_static_gaps=true --xla_jf_dump_llo_pass_label_regex=final.*"
+
+
+def main() -> None:
+    """Command line, see above."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ |= {
+            "TPU_SKIP_MDS_QUERY": "1",
+            "JAX_PLATFORMS": "cpu",
+            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+            "LIBTPU_INIT_ARGS": _DUMP.format(folder),
+        }
+        for line in sys.stdin:
+            result = run_job(sys.argv[1], KernelJob(**json.loads(line)), pathlib.Path(folder))
+            print(json.dumps(result), flush=True)
+
+
+def run_job(chip: str, job: KernelJob, dumps: pathlib.Path) -> dict[str, Any]:
+    """Figures of one job: `error`, or bytes and the loop over blocks."""
+    for file in dumps.iterdir():
+        file.unlink()
+    started = time.monotonic()
+    try:
+        compiled, block_tokens = _compile(chip, job)
+    except Exception as error:  # whatever the compiler refuses is a line of the report
+        first = next((line for line in str(error).splitlines() if line.strip()), "")
+        return {"error": f"{type(error).__name__}: {first[:300]}"}
+    memory = compiled.memory_analysis()
+    result = {
+        "compile_s": round(time.monotonic() - started, 1),
+        "argument_bytes": memory.argument_size_in_bytes,
+        "alias_bytes": memory.alias_size_in_bytes,
+        "temp_bytes": memory.temp_size_in_bytes,
+    }
+    name = "ragged_paged_attention" if job.kernel == PEER else job.kernel
+    files = [
+        f for f in dumps.glob(f"*{name}*final_bundles.txt") if not ("schedule-analysis" in f.name or "gap" in f.name)
+    ]
+    if block_tokens and files:
+        with max(files, key=lambda f: f.stat().st_size).open() as lines:
+            loop = block_loop(read_loops(lines))
+        if loop:
+            result |= {"block_tokens": block_tokens, **dataclasses.asdict(loop)}
+    return result
+
+
+def _compile(chip: str, job: KernelJob) -> tuple[Any, int]:
+    """The compiled program, and the tokens of a block of keys (0 where there is no such loop)."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.experimental import topologies
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    shape, dtype = SHAPES[job.shape], jnp.dtype(job.dtype)
+    devices = topologies.get_topology_desc(CHIPS[chip].topology, "tpu").devices
+    mesh = Mesh(np.array(devices[:1]), ("x",))
+    everywhere = NamedSharding(mesh, PartitionSpec())
+
+    def array(*dims: int, of: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(dims, of, sharding=everywhere)
+
+    table_width = job.context // job.page_size
+    pool = array(2, job.batch * table_width + 1, shape.num_kv_heads, job.page_size, 2 * shape.head_dim, of=dtype)
+    rows = (array(job.batch, table_width), array(job.batch), array(job.batch))
+    with jax.sharding.set_mesh(mesh):
+        function, arguments, block_tokens = _BUILD[job.kernel](job, shape, dtype, array, pool, rows)
+        donated = (0,) if job.kernel in (WRITE, MOVE) else ()
+        traced = jax.jit(function, donate_argnums=donated).trace(*arguments)
+        return traced.lower(lowering_platforms=("tpu",)).compile(), block_tokens
+
+
+def _verify(job, shape, dtype, array, pool, rows):
+    import jax.numpy as jnp
+
+    from jspec.pallas_kernels.block_sizes import block_sizes, pages_at_once, tile_lines
+    from jspec.pallas_kernels.verify_attention.kernel import verify_attention_kernel
+
+    lines = tile_lines(job.width, shape.group, dtype)
+    sizes = block_sizes(pool, lines=lines, max_len=job.context, capacity=_vmem())
+    given = {"block_len": job.block_len, "heads_at_once": job.heads_at_once}
+    sizes = sizes._replace(**{name: value for name, value in given.items() if value})
+
+    def attend(q, pages, page_table, prefix_lens, query_lens, ancestors=None):
+        return verify_attention_kernel(
+            q, pages, page_table, prefix_lens, query_lens, ancestors=ancestors, layer=1, scale=0.1, window=job.window,
+            soft_cap=job.soft_cap, sizes=sizes,
+        )  # fmt: skip
+
+    q = array(job.batch, job.width, shape.num_kv_heads * shape.group, shape.head_dim, of=dtype)
+    nodes = (array(job.batch, job.width, of=jnp.uint32),) if job.tree else ()
+    return attend, (q, pool, *rows, *nodes), pages_at_once(sizes, job.page_size)[0] * job.page_size
+
+
+def _vmem() -> int:
+    from jax.experimental.pallas import tpu as pltpu
+
+    return pltpu.get_tpu_info().vmem_capacity_bytes
+
+
+def _prefill(job, shape, dtype, array, pool, rows):
+    from jspec.pallas_kernels.block_sizes import block_sizes, pages_at_once, tile_lines
+    from jspec.pallas_kernels.prefill_attention import prefill_attention
+    from jspec.pallas_kernels.prefill_attention.kernel import QUERY_BLOCK
+
+    def attend(*arguments):
+        return prefill_attention(*arguments, layer=1, scale=0.1, backend="pallas")
+
+    q = array(8 * job.width, shape.num_kv_heads * shape.group, shape.head_dim, of=dtype)
+    lines = tile_lines(QUERY_BLOCK, shape.group, dtype)
+    sizes = block_sizes(pool, lines=lines, max_len=job.context, capacity=_vmem())
+    return attend, (q, pool, *rows), pages_at_once(sizes, job.page_size)[0] * job.page_size
+
+
+def _write(job, shape, dtype, array, pool, rows):
+    from jspec.pallas_kernels.paged_kv_write import paged_kv_write
+
+    tokens = job.batch * job.width
+    kv = array(tokens, shape.num_kv_heads, shape.head_dim, of=dtype)
+    return lambda *a: paged_kv_write(*a, layer=1, backend="pallas"), (pool, kv, kv, array(tokens)), 0
+
+
+def _move(job, shape, dtype, array, pool, rows):
+    from jspec.pallas_kernels.kv_move import kv_move
+
+    slots = array(job.batch * job.width)
+    return lambda *a: kv_move(*a, backend="pallas"), (pool, slots, slots), 0
+
+
+def _peer(job, shape, dtype, array, pool, rows):
+    from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
+
+    block = 512
+
+    def attend(q, pages, lens, table, starts, count):
+        return ragged_paged_attention(
+            q, pages, lens, table, starts, count, sm_scale=0.1, num_kv_pages_per_block=block // job.page_size,
+            num_queries_per_block=job.width, vmem_limit_bytes=48 << 20,
+        )  # fmt: skip
+
+    table_width = job.context // job.page_size
+    q = array(job.batch * job.width, shape.num_kv_heads * shape.group, shape.head_dim, of=dtype)
+    pages = array(job.batch * table_width + 1, job.page_size, 2 * shape.num_kv_heads, shape.head_dim, of=dtype)
+    return attend, (q, pages, array(job.batch), array(job.batch, table_width), array(job.batch + 1), array(1)), block
+
+
+_BUILD: dict[str, Callable[..., Any]] = {VERIFY: _verify, PREFILL: _prefill, WRITE: _write, MOVE: _move, PEER: _peer}
+
+if __name__ == "__main__":
+    main()

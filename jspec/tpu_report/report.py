@@ -1,0 +1,130 @@
+"""What was found, as a table, as JSON and as a Markdown page with a roofline plot."""
+
+import contextlib
+import dataclasses
+import datetime
+import importlib.metadata
+import json
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+from jspec.tpu_report.chips import CHIPS
+from jspec.tpu_report.jobs import PEER, SHAPES, VERIFY
+from jspec.tpu_report.run import KernelResult
+
+HEADINGS = (
+    "chip", "kernel", "heads", "case", "compiles", "temp bytes", "alias bytes", "block", "bundles", "per 512 tokens", "memory cycles", "share of HBM", "spills",
+)  # fmt: skip
+
+EXPLAINED = (
+    "Modelled: compiled ahead of time, nothing here ran on a TPU. A bundle is one cycle where nothing stalls; memory cycles are those in which the "
+    "bytes of one block of keys arrive at the peak bandwidth; the share is memory cycles / bundles, at most 1. The model sees no latency of copies, "
+    "no bank conflict and no contention. Temp bytes of a call include what XLA does before and after the kernel."
+)
+
+
+def versions() -> dict[str, str]:
+    """Of what compiled."""
+    found = {}
+    for name in ("jspec", "jax", "libtpu"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def row(result: KernelResult) -> tuple[str, ...]:
+    """One line of the table, in the order of `HEADINGS`."""
+    job, shape = result.job, SHAPES[result.job.shape]
+    heads = f"{shape.num_kv_heads} x {shape.head_dim}, group {shape.group}"
+    start = (result.chip, job.kernel, heads, job.label)
+    if result.error:
+        return (*start, result.error, *("-" for _ in HEADINGS[5:]))
+    loop = ("-",) * 6
+    if result.block_tokens:
+        loop = (
+            str(result.block_tokens),
+            str(result.bundles),
+            f"{result.bundles_per_512:.0f}",
+            f"{result.memory_cycles:.0f}",
+            f"{result.hbm_share:.2f}",
+            str(result.spills),
+        )
+    return (*start, "yes", f"{result.temp_bytes:,}", f"{result.alias_bytes:,}", *loop)
+
+
+def write_json(path: pathlib.Path, results: Sequence[KernelResult]) -> None:
+    """All figures, with what they rest on."""
+    found = []
+    for result in results:
+        names = ("bundles_per_512", "memory_cycles", "hbm_share") if result.block_tokens else ()
+        derived = {name: round(getattr(result, name), 3) for name in names}
+        found.append(dataclasses.asdict(result) | derived)
+    chips = {name: dataclasses.asdict(CHIPS[name]) for name in dict.fromkeys(r.chip for r in results)}
+    body: dict[str, Any] = {
+        "modelled": True,
+        "date": _today(),
+        "versions": versions(),
+        "chips": chips,
+        "kernels": found,
+    }
+    path.write_text(json.dumps(body, indent=1) + "\n")
+
+
+def write_markdown(path: pathlib.Path, results: Sequence[KernelResult], plot: pathlib.Path) -> None:
+    """A page for people."""
+    lines = ["# Kernels of jspec on TPUs, modelled", "", EXPLAINED, ""]
+    lines += [", ".join(f"{name} {version}" for name, version in versions().items()) + f"; {_today()}.", ""]
+    lines += [f"![Roofline]({plot.name})", "", "| " + " | ".join(HEADINGS) + " |", "|" + "---|" * len(HEADINGS)]
+    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row(result)) + " |" for result in results]
+    lines += [
+        "",
+        "## What is assumed of a chip",
+        "",
+        "| chip | clock | from | HBM GB/s | cores a device |",
+        "|---|---|---|---|---|",
+    ]
+    for name in dict.fromkeys(result.chip for result in results):
+        chip = CHIPS[name]
+        lines.append(f"| {name} | {chip.clock_ghz} GHz | {chip.clock_source} | {chip.hbm_gb_per_s:,} | {chip.cores} |")
+    path.write_text("\n".join(lines) + "\n")
+
+
+def draw_roofline(path: pathlib.Path, results: Sequence[KernelResult]) -> None:
+    """Cycles of arithmetic against cycles of memory, for 512 tokens of the first shape: below the line a kernel is bound by memory."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    shape = next(iter(SHAPES))
+    figure, axes = plt.subplots(figsize=(7.5, 5.5), layout="constrained")
+    plain = [
+        r for r in results
+        if r.job.shape == shape and r.block_tokens and r.job.kernel in (VERIFY, PEER) and r.job.page_size == 128
+        and not (r.job.tree or r.job.window or r.job.soft_cap)
+    ]  # fmt: skip
+    for kernel, marker in ((VERIFY, "o"), (PEER, "x")):
+        for i, chip in enumerate(CHIPS):
+            points = [r for r in plain if r.job.kernel == kernel and r.chip == chip]
+            if points:
+                scale = [512 / r.block_tokens for r in points]
+                xs = [r.memory_cycles * s for r, s in zip(points, scale, strict=True)]
+                ys = [r.bundles * s for r, s in zip(points, scale, strict=True)]
+                axes.plot(xs, ys, marker, color=f"C{i}", label=f"{chip}, {kernel}", fillstyle="none")
+                for x, y, r in zip(xs, ys, points, strict=True):
+                    axes.annotate(f"W={r.job.width}", (x, y), textcoords="offset points", xytext=(6, -3), fontsize=7)
+    if plain:
+        top = max(max(r.memory_cycles, r.bundles) * 512 / r.block_tokens for r in plain) * 1.15
+        axes.plot([0, top], [0, top], color="0.6", linewidth=1)
+        axes.fill_between([0, top], [0, top], color="0.93", zorder=0)
+        axes.set(xlim=(0, top), ylim=(0, top))
+        axes.text(top * 0.97, top * 0.05, "bound by memory", ha="right", color="0.4")
+        axes.legend(fontsize=7, loc="upper right", ncols=2)
+    axes.set(xlabel="cycles in which 512 tokens arrive", ylabel="bundles for 512 tokens", title=f"{shape}: modelled")
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def _today() -> str:
+    return datetime.date.today().isoformat()

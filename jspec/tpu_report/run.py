@@ -1,0 +1,97 @@
+"""Has every job compiled for every chip, each chip in a process of its own."""
+
+import dataclasses
+import importlib.util
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jspec
+from jspec.tpu_report.chips import CHIPS, Chip
+from jspec.tpu_report.jobs import PEER, SHAPES, KernelJob
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelResult:
+    """What compiling one job for one chip gave."""
+
+    chip: str
+    job: KernelJob
+    error: str | None = None
+    compile_s: float = 0.0
+    argument_bytes: int = 0
+    alias_bytes: int = 0
+    temp_bytes: int = 0
+    block_tokens: int = 0
+    """Tokens of one pass of the loop over blocks of keys; 0 where there is none, or its schedule could not be read."""
+    bundles: int = 0
+    copies: int = 0
+    spills: int = 0
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes that one pass of the loop fetches."""
+        shape = SHAPES[self.job.shape]
+        size = 4 if self.job.dtype == "float32" else 2
+        return self.block_tokens * shape.num_kv_heads * 2 * shape.head_dim * size
+
+    @property
+    def bundles_per_512(self) -> float:
+        return 512 * self.bundles / max(self.block_tokens, 1)
+
+    @property
+    def memory_cycles(self) -> float:
+        """Cycles of one core in which the bytes of a block arrive. JAX's kernel runs on one core of a device, whatever its number."""
+        chip = CHIPS[self.chip]
+        cores = 1 if self.job.kernel == PEER else chip.cores
+        return cores * self.block_bytes / chip.hbm_gb_per_s * chip.clock_ghz
+
+    @property
+    def hbm_share(self) -> float:
+        """Modelled share of the HBM bandwidth that the loop can use: 1 where its work takes no longer than its bytes."""
+        return min(1.0, self.memory_cycles / max(self.bundles, 1))
+
+
+def check_libtpu() -> None:
+    """Raises ValueError where there is nothing to compile with."""
+    if importlib.util.find_spec("libtpu") is None:
+        raise ValueError("jspec tpu-report compiles with libtpu, which is not installed: pip install '.[tpu]'")
+
+
+def compile_jobs(
+    chips: Sequence[Chip], jobs: Sequence[KernelJob], *, progress: Callable[..., Any] | None = None
+) -> list[KernelResult]:
+    """Results in the order of chips, then jobs."""
+    work = (result for chip in chips for result in _compile_for(chip, jobs))
+    return list(progress(work, total=len(chips) * len(jobs)) if progress else work)
+
+
+def _compile_for(chip: Chip, jobs: Sequence[KernelJob]) -> Iterator[KernelResult]:
+    root = str(pathlib.Path(jspec.__file__).parents[1])
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])}
+    command = [sys.executable, "-m", "jspec.tpu_report.compiler", chip.name]
+    fields = {field.name for field in dataclasses.fields(KernelResult)}
+    # libtpu writes to standard error whatever happens: it is shown only where the process itself fails.
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
+    ) as child:
+        assert child.stdin and child.stdout and child.stderr
+        for job in jobs:
+            try:
+                child.stdin.write(json.dumps(dataclasses.asdict(job)) + "\n")
+                child.stdin.flush()
+            except BrokenPipeError:
+                pass
+            line = child.stdout.readline()
+            if not line:
+                said = child.stderr.read().strip().splitlines()
+                raise RuntimeError(
+                    f"the compiler process for {chip.name} ended at {job.label}: {said[-1] if said else ''}"
+                )
+            found = json.loads(line)
+            yield KernelResult(chip.name, job, **{name: value for name, value in found.items() if name in fields})
+        child.stdin.close()

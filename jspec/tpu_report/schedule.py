@@ -1,0 +1,53 @@
+"""Reads the schedule that libtpu writes for a compiled kernel: the bundles that the chip would execute, one a cycle where nothing stalls."""
+
+import dataclasses
+import re
+from collections.abc import Iterable, Sequence
+
+_BUNDLE = re.compile(r"^\s*(?:0x[0-9a-f]+|0)\s+(?:(?P<label>[A-Z]{2})\b)?\s*:\s*(?P<depth>>*)\s*\{(?P<text>.*)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """One loop of a kernel; an inner loop's bundles count in the outer one too, once."""
+
+    depth: int
+    bundles: int
+    copies: int
+    """Copies started."""
+    spills: int
+    """Registers stored to or loaded from spill space."""
+    has_inner: bool
+
+
+def read_loops(lines: Iterable[str]) -> list[Loop]:
+    """The loops of a `*final_bundles.txt`, in order. A loop runs from its body mark to the last bundle of its depth, delay slots included."""
+    bundles: list[tuple[str | None, int, str]] = []
+    for line in lines:
+        if found := _BUNDLE.match(line):
+            bundles.append((found["label"], len(found["depth"]), found["text"]))
+    loops = []
+    for start, (label, depth, _) in enumerate(bundles):
+        if label != "LB":
+            continue
+        end = start + 1
+        # A bundle of a delay slot is empty, and written without its depth.
+        while end < len(bundles) and (bundles[end][1] >= depth or bundles[end][2].startswith("}")):
+            end += 1
+        body = [text for _, _, text in bundles[start:end]]
+        loops.append(
+            Loop(
+                depth=depth,
+                bundles=len(body),
+                copies=sum("dma." in text and "dma.done" not in text for text in body),
+                spills=sum(text.count("_spill]") for text in body),
+                has_inner=any(label == "LB" and inner > depth for label, inner, _ in bundles[start + 1 : end]),
+            )
+        )
+    return loops
+
+
+def block_loop(loops: Sequence[Loop]) -> Loop | None:
+    """The loop over blocks of keys: the longest that starts copies and holds no other loop."""
+    candidates = [loop for loop in loops if loop.copies and not loop.has_inner]
+    return max(candidates, key=lambda loop: loop.bundles, default=None)

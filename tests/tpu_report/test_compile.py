@@ -1,0 +1,50 @@
+"""Every kernel compiles ahead of time for every TPU generation, with no TPU, and keeps up with memory in the compiler's own schedule."""
+
+import importlib.util
+
+import pytest
+
+from jspec.tpu_report.chips import CHIPS
+from jspec.tpu_report.jobs import MOVE, VERIFY, WRITE, KernelJob, kernel_jobs
+from jspec.tpu_report.run import compile_jobs
+
+needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="compiling for TPU needs the `tpu` extra (libtpu)"
+)
+
+
+@needs_libtpu
+@pytest.mark.parametrize("chip", CHIPS)
+def test_every_kernel_compiles(chip):
+    for result in compile_jobs([CHIPS[chip]], kernel_jobs(quick=True)):
+        assert result.error is None, f"{result.job}: {result.error}"
+        pool = 2 * 64 * 4096 * 8 * 2 * 128 * 2
+        if result.job.kernel in (WRITE, MOVE):
+            assert result.alias_bytes > pool and result.temp_bytes < pool / 100
+        elif result.job.kernel == VERIFY and result.job.width == 8:
+            assert result.hbm_share == 1.0 and result.temp_bytes < pool / 100
+            assert result.bundles_per_512 < (900 if chip != "v4" else 1600)
+
+
+@needs_libtpu
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", CHIPS)
+def test_how_good(chip):
+    """Modelled, 64 rows x 4096, 8 heads x 128, group 4, bf16: bundles a 512-token block, and what features and small pages add."""
+    eight = kernel_jobs(quick=True)[0].shape
+    cases = {
+        "8": KernelJob(VERIFY, eight, 8),
+        "8, tree": KernelJob(VERIFY, eight, 8, tree=True),
+        "8, page 64": KernelJob(VERIFY, eight, 8, page_size=64),
+        "16": KernelJob(VERIFY, eight, 16),
+        "16, page 64": KernelJob(VERIFY, eight, 16, page_size=64),
+        "32": KernelJob(VERIFY, eight, 32),
+    }
+    found = dict(zip(cases, compile_jobs([CHIPS[chip]], list(cases.values())), strict=True))
+    bundles = {name: result.bundles_per_512 for name, result in found.items()}
+    if chip != "v4":
+        assert bundles["8"] <= 900 and bundles["16"] <= 1150
+        assert all(found[name].hbm_share == 1.0 for name in ("8", "16"))
+        assert found["32"].hbm_share >= 0.8
+    assert bundles["8, page 64"] <= 1.15 * bundles["8"] and bundles["16, page 64"] <= 1.15 * bundles["16"]
+    assert bundles["8, tree"] <= 1.05 * bundles["8"] and found["8, tree"].temp_bytes <= found["8"].temp_bytes

@@ -1,0 +1,116 @@
+"""Reading schedules, what follows from them, and the pages made of it. Nothing is compiled here."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from jspec.cli import app
+from jspec.tpu_report.chips import CHIPS, chips_named
+from jspec.tpu_report.jobs import MOVE, PEER, PREFILL, VERIFY, WRITE, KernelJob, kernel_jobs
+from jspec.tpu_report.report import HEADINGS, draw_roofline, row, write_json, write_markdown
+from jspec.tpu_report.run import KernelResult
+from jspec.tpu_report.schedule import Loop, block_loop, read_loops
+
+# A kernel as libtpu prints it: an outer loop with a loop over blocks (copies, a delay slot, a spill) and one that only computes.
+BUNDLES = """\
+LB: loop body
+= control target key end
+
+     0   :  { %s1 = inlined_call_operand.hbm [shape: s32[4]] }
+   0x1 LB: > { %s2 = sphi %s1 }
+   0x2   : > { %v1 = vld [vmem:[#allocation2]] }
+   0x3 LB: >> { %24 = dma.hbm_to_vmem [thread:$0]  %s3, 512 }
+   0x4   : >> { %v2 = vmatmul.mubr.bf16.gmra.mrb[0].mxu0 %v1 ;;  %v3 = vld [vmem:[#allocation9_spill]] }
+   0x5   : >> { %25 = dma.done.wait %s4, 512 }
+   0x6   : >> { %26 = sbr.rel (%p1) target = $region3 }
+   0x7   :  {} /* End region 3 */
+   0x8   :  {}
+   0x9 PF: > { %v4 = vadd.f32 %v1, %v2 }
+   0xa LB: >> { %v5 = vadd.f32 %v1, %v2 }
+   0xb   : >> { %v6 = vadd.f32 %v1, %v2 }
+   0xc   : >> { %v7 = vadd.f32 %v1, %v2 }
+   0xd   : > { %40 = sbr.rel (!%p2) target = $region1 }
+   0xe   :  { %41 = vsyncpa [#allocation3], 1 }
+"""
+
+EIGHT, SMALL = (job.shape for job in (kernel_jobs(quick=True)[0], kernel_jobs(quick=True)[1]))
+
+
+def test_loops_of_a_schedule():
+    loops = read_loops(BUNDLES.splitlines())
+    assert loops == [
+        Loop(depth=1, bundles=13, copies=1, spills=1, has_inner=True),
+        Loop(depth=2, bundles=6, copies=1, spills=1, has_inner=False),
+        Loop(depth=2, bundles=3, copies=0, spills=0, has_inner=False),
+    ]
+    assert block_loop(loops) == loops[1]
+    assert block_loop(loops[2:]) is None and read_loops([]) == []
+
+
+def found(chip="v7x", kernel=VERIFY, *, shape=EIGHT, width=8, tokens=1024, bundles=1500, **case):
+    return KernelResult(
+        chip, KernelJob(kernel, shape, width, **case), alias_bytes=7, block_tokens=tokens, bundles=bundles, spills=3
+    )
+
+
+def test_share_of_bandwidth():
+    """1024 tokens of 8 heads x 2 x 128 in bf16 are 4 MiB: 1138 ns at 3685 GB/s, 2504 cycles of 2.2 GHz."""
+    assert found().block_bytes == 4 << 20
+    assert found().memory_cycles == pytest.approx((4 << 20) / 3685 * 2.2)
+    assert found().hbm_share == 1.0 and found(bundles=5008).hbm_share == pytest.approx(0.5, abs=1e-3)
+    assert found().bundles_per_512 == 750
+    assert found(dtype="float32").block_bytes == 8 << 20
+    assert found(shape=SMALL).block_bytes == 1024 * 3 * 2 * 64 * 2
+    # Two cores of a v5p share the rows, and so the bandwidth; JAX's kernel runs on one.
+    assert found("v5p").memory_cycles == 2 * found("v5p", PEER).memory_cycles
+
+
+def test_names_of_chips():
+    assert [chip.name for chip in chips_named("")] == ["v4", "v5e", "v5p", "v6e", "v7x"]
+    assert [chip.name for chip in chips_named(" v7x, v5e")] == ["v7x", "v5e"]
+    with pytest.raises(ValueError, match="chips='v8' is unknown: choose from v4, v5e"):
+        chips_named("v5e,v8")
+
+
+def test_clocks_follow_from_peak_rates():
+    """Peak rate = clock x matrix units x rows x columns x 2, twice that where a unit takes two rows a cycle."""
+    units = {"v4": 4 * 128**2, "v5e": 4 * 128**2, "v5p": 2 * 4 * 128**2, "v6e": 2 * 2 * 256**2, "v7x": 2 * 2 * 256**2}
+    for name, chip in CHIPS.items():
+        assert chip.clock_ghz * 2 * units[name] / 1e3 == pytest.approx(chip.bf16_tflops, rel=0.01), name
+
+
+def test_every_kernel_is_compiled():
+    for quick in (True, False):
+        assert {job.kernel for job in kernel_jobs(quick=quick)} >= {VERIFY, PREFILL, WRITE, MOVE}
+    widths = {job.width for job in kernel_jobs(quick=False) if job.kernel == VERIFY and job.shape == EIGHT}
+    assert widths == {1, 4, 8, 16, 32}
+
+
+def test_pages(tmp_path):
+    results = [
+        found(width=width, chip=chip, kernel=kernel)
+        for chip in ("v5e", "v7x")
+        for kernel in (VERIFY, PEER)
+        for width in (1, 8)
+    ]
+    results.append(KernelResult("v7x", KernelJob(PEER, SMALL, 8), error="ValueError: 6 heads | refused"))
+    assert len(row(results[0])) == len(row(results[-1])) == len(HEADINGS)
+    assert row(results[0])[4] == "yes" and "6 heads" in row(results[-1])[4]
+    write_json(tmp_path / "report.json", results)
+    said = json.loads((tmp_path / "report.json").read_text())
+    assert said["modelled"] and set(said["chips"]) == {"v5e", "v7x"} and said["chips"]["v5e"]["clock_source"]
+    assert said["kernels"][0]["hbm_share"] == 1.0 and "hbm_share" not in said["kernels"][-1]
+    draw_roofline(tmp_path / "roofline.png", results)
+    assert (tmp_path / "roofline.png").read_bytes().startswith(b"\x89PNG")
+    write_markdown(tmp_path / "report.md", results, tmp_path / "roofline.png")
+    page = (tmp_path / "report.md").read_text()
+    assert page.count("\n| v5e |") == 5 and "6 heads \\| refused" in page and "1.5 GHz" in page
+
+
+def test_what_the_command_refuses(monkeypatch):
+    said = CliRunner().invoke(app, ["tpu-report", "--chips", "v9"])
+    assert said.exit_code == 2 and "chips='v9' is unknown" in said.output
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    said = CliRunner().invoke(app, ["tpu-report"])
+    assert said.exit_code == 2 and "libtpu, which is not installed" in said.output
