@@ -63,7 +63,9 @@ def _shapes(tree):
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)), tree)
 
 
-def _build(unpack, phase_fn, commit_fn, table_width: int, params, device, upload) -> Program:
+def launch_functions(unpack, phase_fn, commit_fn, table_width: int) -> tuple[Callable, Callable | None]:
+    """The functions behind a `Program`, to be compiled with their second argument donated."""
+
     def phase(params, device, upload):
         output = phase_fn(params, device, unpack(upload), table_width=table_width)
         # The second program finds the upload on the device: it crosses once.
@@ -73,8 +75,13 @@ def _build(unpack, phase_fn, commit_fn, table_width: int, params, device, upload
         upload, handoff = handoff
         return commit_fn(params, device, unpack(upload), handoff, table_width=table_width)
 
+    return phase, None if commit_fn is None else commit
+
+
+def _build(unpack, phase_fn, commit_fn, table_width: int, params, device, upload) -> Program:
+    phase, commit = launch_functions(unpack, phase_fn, commit_fn, table_width)
     compiled = jax.jit(phase, donate_argnums=1).lower(params, device, upload).compile()
-    if commit_fn is None:
+    if commit is None:
         return Program(compiled, None)
     handoff = jax.eval_shape(phase, params, device, upload).handoff
     return Program(compiled, jax.jit(commit, donate_argnums=1).lower(params, device, handoff).compile())

@@ -1,0 +1,134 @@
+"""The programs of an engine's steps, without weights: what the report compiles for models too large for this machine."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jspec.engine.programs import launch_functions
+from jspec.models.eagle_draft import EagleConfig, draft_param_shapes, eagle_draft
+from jspec.models.llama import LlamaConfig, llama_target, param_shapes
+from jspec.models.target import TargetModel
+from jspec.scheduler.reserve import max_new_pages
+from jspec.spec_workers import EagleSizes, SpecWorker, eagle, multi_layer_eagle, ngram, plain
+from jspec.spec_workers.base import DeviceSizes
+from jspec.spec_workers.upload import DECODE_COLUMNS, EXTEND_COLUMNS, unpack_decode, unpack_extend
+
+MODELS = {
+    "SmolLM2-135M": LlamaConfig(
+        vocab_size=49152, hidden_size=576, intermediate_size=1536, num_layers=30, num_heads=9, num_kv_heads=3, head_dim=64,
+        context_len=8192, rope_theta=1e5, tie_embeddings=True,
+    ),
+    "Llama-3.1-8B": LlamaConfig(
+        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128,
+        context_len=131072, rope_theta=5e5,
+    ),
+    "Qwen3-8B": LlamaConfig(
+        vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_layers=36, num_heads=32, num_kv_heads=8, head_dim=128,
+        context_len=40960, rms_norm_eps=1e-6, rope_theta=1e6, qk_norm=True,
+    ),
+}  # fmt: skip
+"""From the models' public configs; Llama's scaling of rotary frequencies, which changes no shape, is left out."""
+
+WORKERS: dict[str, Callable[[TargetModel], SpecWorker]] = {
+    "plain": plain,
+    "ngram": ngram,
+    "eagle3, chain of 3": lambda target: eagle(target, _draft(target, "eagle3"), sizes=EagleSizes(num_steps=3)),
+    "eagle3, tree of 8": lambda target: eagle(
+        target, _draft(target, "eagle3"), sizes=EagleSizes(num_steps=3, topk=4, num_draft_tokens=8)
+    ),
+    "multi-layer": lambda target: multi_layer_eagle(target, _draft(target, "multi-layer")),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class StepJob:
+    """All programs of one worker on one model: 16 rows of 4096 positions."""
+
+    model: str
+    worker: str
+    batch: int = 16
+    context: int = 4096
+    page_size: int = 128
+    prefill_tokens: int = 1024
+
+
+def weights_bytes(model: str) -> int:
+    """Bytes of a model's weights in bfloat16."""
+    return sum(leaf.size * 2 for leaf in jax.tree.leaves(param_shapes(MODELS[model], jnp.bfloat16)))
+
+
+def _draft(target: TargetModel, kind: str):
+    config: LlamaConfig = target.config
+    draft = EagleConfig(
+        kind=kind,
+        vocab_size=config.vocab_size,
+        draft_vocab_size=min(32000, config.vocab_size) if kind == "eagle3" else config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        context_len=config.context_len,
+        capture_layers=(1, config.num_layers // 2 - 1, config.num_layers - 4) if kind == "eagle3" else (),
+        num_modules=3 if kind == "multi-layer" else 1,
+    )
+    return eagle_draft(
+        draft,
+        draft_param_shapes(draft, jnp.bfloat16),
+        embed=target.embedding(target.params),
+        head=target.head(target.params),
+        token_ids=np.arange(draft.draft_vocab_size) if kind == "eagle3" else None,
+        kernels=target.kernels,
+        dtype=jnp.bfloat16,
+    )
+
+
+def build(job: StepJob) -> SpecWorker:
+    """The worker, on the kernels of a TPU."""
+    config = MODELS[job.model]
+    target = llama_target(config, param_shapes(config, jnp.bfloat16), kernels="pallas", dtype=jnp.bfloat16)
+    return WORKERS[job.worker](target)
+
+
+def programs(job: StepJob, worker: SpecWorker) -> Iterator[tuple[str, Callable, tuple[Any, ...]]]:
+    """Name, function and shapes of the arguments of each program; the second argument is the donated device state.
+
+    To be called with the mesh of a TPU in place: kernels ask it for the chip.
+    """
+    pages_per_row = job.context // job.page_size
+    sizes = DeviceSizes(
+        num_rows=job.batch + 1,
+        num_pages=job.batch * pages_per_row,
+        pages_per_row=pages_per_row,
+        page_size=job.page_size,
+        max_len=job.context + 64,
+    )
+    device = jax.eval_shape(functools.partial(worker.init, sizes))
+    params = _as_shapes(worker.params)
+
+    width = max_new_pages(alloc_len=worker.alloc_len, depth=1, page_size=job.page_size)
+    upload = jax.ShapeDtypeStruct((job.batch, DECODE_COLUMNS + width), jnp.int32)
+    verify = functools.partial(worker.verify_phase, depth=worker.depths[-1])
+    yield from _both("verify", unpack_decode, verify, worker.commit_phase, pages_per_row, params, device, upload)
+
+    rows, table = 8, job.prefill_tokens // job.page_size
+    unpack = functools.partial(unpack_extend, num_tokens=job.prefill_tokens, num_rows=rows)
+    upload = jax.ShapeDtypeStruct((job.prefill_tokens + rows * (EXTEND_COLUMNS + table),), jnp.int32)
+    yield from _both("prefill", unpack, worker.extend_phase, worker.extend_commit, table, params, device, upload)
+
+
+def _as_shapes(tree):
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
+
+
+def _both(name, unpack, phase_fn, commit_fn, table_width, params, device, upload):
+    phase, commit = launch_functions(unpack, phase_fn, commit_fn, table_width)
+    yield f"{name}_phase", phase, (params, device, upload)
+    if commit is not None:
+        handoff = jax.eval_shape(phase, params, device, upload).handoff
+        yield f"{name}_commit", commit, (params, device, handoff)
