@@ -1,6 +1,7 @@
 """Compiles jobs for one chip, in a process of its own: libtpu reads its options once, when it is loaded.
 
-python -m jspec.tpu_report.compiler CHIP     reads jobs from standard input, prints one JSON line for each
+`python -m jspec.tpu_report.compiler CHIP kernels|steps` reads jobs from standard input and prints a JSON line for each result: a kernel gives one, a
+worker's steps one for each of their programs and an empty line behind them.
 """
 
 import dataclasses
@@ -10,7 +11,7 @@ import pathlib
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from jspec.tpu_report.chips import CHIPS
@@ -22,16 +23,75 @@ _DUMP = "--xla_jf_dump_to={} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_stati
 
 def main() -> None:
     """Command line, see above."""
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ |= {
-            "TPU_SKIP_MDS_QUERY": "1",
-            "JAX_PLATFORMS": "cpu",
-            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-            "LIBTPU_INIT_ARGS": _DUMP.format(folder),
-        }
+    chip, what = sys.argv[1:]
+    os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "JAX_PLATFORMS": "cpu", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    if what == "steps":
         for line in sys.stdin:
-            result = run_job(sys.argv[1], KernelJob(**json.loads(line)), pathlib.Path(folder))
-            print(json.dumps(result), flush=True)
+            for result in run_steps(chip, json.loads(line)):
+                print(json.dumps(result), flush=True)
+            print(flush=True)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["LIBTPU_INIT_ARGS"] = _DUMP.format(folder)
+        for line in sys.stdin:
+            print(json.dumps(run_job(chip, KernelJob(**json.loads(line)), pathlib.Path(folder))), flush=True)
+
+
+def run_steps(chip: str, job: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Figures of each program of a worker on a model."""
+    import jax
+
+    from jspec.tpu_report.steps import StepJob, build, programs, weights_bytes
+
+    step = StepJob(**job)
+    if (weights := weights_bytes(step.model)) > CHIPS[chip].hbm_gib << 30:
+        held = f"{weights / 2**30:.1f} GiB of weights, {CHIPS[chip].hbm_gib} GiB of memory"
+        yield {"program": "all", "error": f"one device does not hold it ({held}), and sharding is not implemented"}
+        return
+    worker = build(step)
+    mesh, everywhere = _mesh(chip)
+    with jax.sharding.set_mesh(mesh):
+        for name, function, arguments in programs(step, worker):
+            placed = jax.tree.map(
+                lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=everywhere), arguments
+            )
+            started = time.monotonic()
+            try:
+                traced = jax.jit(function, donate_argnums=1).trace(*placed)
+                compiled = traced.lower(lowering_platforms=("tpu",)).compile()
+            except Exception as error:  # whatever the compiler refuses is a line of the report
+                yield {"program": name, "error": _first_line(error)}
+                continue
+            pool = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(arguments[1].kv_pages))
+            text = compiled.as_text()
+            found = {"pool_bytes": pool, "host_transfers": text.count("is_host_transfer=true"), "f64": "f64[" in text}
+            yield {"program": name, **_memory(compiled, started), **found}
+
+
+def _first_line(error: Exception) -> str:
+    first = next((line for line in str(error).splitlines() if line.strip()), "")
+    return f"{type(error).__name__}: {first[:300]}"
+
+
+def _memory(compiled: Any, started: float) -> dict[str, Any]:
+    memory = compiled.memory_analysis()
+    return {
+        "compile_s": round(time.monotonic() - started, 1),
+        "argument_bytes": memory.argument_size_in_bytes,
+        "alias_bytes": memory.alias_size_in_bytes,
+        "temp_bytes": memory.temp_size_in_bytes,
+    }
+
+
+def _mesh(chip: str) -> tuple[Any, Any]:
+    """A mesh of one device of the chip, and the sharding that puts an array there."""
+    import numpy as np
+    from jax.experimental import topologies
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    devices = topologies.get_topology_desc(CHIPS[chip].topology, "tpu").devices
+    mesh = Mesh(np.array(devices[:1]), ("x",))
+    return mesh, NamedSharding(mesh, PartitionSpec())
 
 
 def run_job(chip: str, job: KernelJob, dumps: pathlib.Path) -> dict[str, Any]:
@@ -42,15 +102,8 @@ def run_job(chip: str, job: KernelJob, dumps: pathlib.Path) -> dict[str, Any]:
     try:
         compiled, block_tokens = _compile(chip, job)
     except Exception as error:  # whatever the compiler refuses is a line of the report
-        first = next((line for line in str(error).splitlines() if line.strip()), "")
-        return {"error": f"{type(error).__name__}: {first[:300]}"}
-    memory = compiled.memory_analysis()
-    result = {
-        "compile_s": round(time.monotonic() - started, 1),
-        "argument_bytes": memory.argument_size_in_bytes,
-        "alias_bytes": memory.alias_size_in_bytes,
-        "temp_bytes": memory.temp_size_in_bytes,
-    }
+        return {"error": _first_line(error)}
+    result: dict[str, Any] = _memory(compiled, started)
     name = "ragged_paged_attention" if job.kernel == PEER else job.kernel
     files = [
         f for f in dumps.glob(f"*{name}*final_bundles.txt") if not ("schedule-analysis" in f.name or "gap" in f.name)
@@ -67,14 +120,9 @@ def _compile(chip: str, job: KernelJob) -> tuple[Any, int]:
     """The compiled program, and the tokens of a block of keys (0 where there is no such loop)."""
     import jax
     import jax.numpy as jnp
-    import numpy as np
-    from jax.experimental import topologies
-    from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     shape, dtype = SHAPES[job.shape], jnp.dtype(job.dtype)
-    devices = topologies.get_topology_desc(CHIPS[chip].topology, "tpu").devices
-    mesh = Mesh(np.array(devices[:1]), ("x",))
-    everywhere = NamedSharding(mesh, PartitionSpec())
+    mesh, everywhere = _mesh(chip)
 
     def array(*dims: int, of: Any = jnp.int32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(dims, of, sharding=everywhere)

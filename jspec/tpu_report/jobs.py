@@ -51,6 +51,27 @@ class KernelJob:
         return ", ".join(marks)
 
 
+@dataclasses.dataclass(frozen=True)
+class StepJob:
+    """All programs of one worker on one model: 16 rows of 4096 positions."""
+
+    model: str
+    worker: str
+    batch: int = 16
+    context: int = 4096
+    page_size: int = 128
+    prefill_tokens: int = 1024
+
+
+def step_jobs(*, quick: bool) -> list[StepJob]:
+    """Every worker on every model; `quick`: one of each."""
+    if quick:
+        return [StepJob("SmolLM2-135M", "eagle3, tree of 8")]
+    models = ("SmolLM2-135M", "Llama-3.1-8B", "Qwen3-8B")
+    workers = ("plain", "ngram", "eagle3, chain of 3", "eagle3, tree of 8", "multi-layer")
+    return [StepJob(model, worker) for model in models for worker in workers]
+
+
 def kernel_jobs(*, quick: bool) -> list[KernelJob]:
     """All kernels; `quick`: each once."""
     eight, small = SHAPES

@@ -6,15 +6,19 @@ import datetime
 import importlib.metadata
 import json
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jspec.tpu_report.chips import CHIPS
 from jspec.tpu_report.jobs import PEER, SHAPES, VERIFY
-from jspec.tpu_report.run import KernelResult
+from jspec.tpu_report.run import KernelResult, StepResult
 
 HEADINGS = (
     "chip", "kernel", "heads", "case", "compiles", "temp bytes", "alias bytes", "block", "bundles", "per 512 tokens", "memory cycles", "share of HBM", "spills",
+)  # fmt: skip
+
+STEP_HEADINGS = (
+    "chip", "model", "worker", "program", "compiles", "KV pool", "aliased", "temp bytes", "temp / pool", "host transfers", "f64", "compile s",
 )  # fmt: skip
 
 EXPLAINED = (
@@ -53,7 +57,25 @@ def row(result: KernelResult) -> tuple[str, ...]:
     return (*start, "yes", f"{result.temp_bytes:,}", f"{result.alias_bytes:,}", *loop)
 
 
-def write_json(path: pathlib.Path, results: Sequence[KernelResult]) -> None:
+def step_row(result: StepResult) -> tuple[str, ...]:
+    """One line of the table of steps, in the order of `STEP_HEADINGS`."""
+    start = (result.chip, result.model, result.worker, result.program)
+    if result.error:
+        return (*start, result.error, *("-" for _ in STEP_HEADINGS[5:]))
+    return (
+        *start,
+        "yes",
+        f"{result.pool_bytes:,}",
+        f"{result.alias_bytes:,}",
+        f"{result.temp_bytes:,}",
+        f"{100 * result.temp_bytes / max(result.pool_bytes, 1):.1f} %",
+        str(result.host_transfers),
+        "yes" if result.f64 else "no",
+        f"{result.compile_s:.0f}",
+    )
+
+
+def write_json(path: pathlib.Path, results: Sequence[KernelResult], steps: Sequence[StepResult] = ()) -> None:
     """All figures, with what they rest on."""
     found = []
     for result in results:
@@ -67,26 +89,32 @@ def write_json(path: pathlib.Path, results: Sequence[KernelResult]) -> None:
         "versions": versions(),
         "chips": chips,
         "kernels": found,
+        "steps": [dataclasses.asdict(step) for step in steps],
     }
     path.write_text(json.dumps(body, indent=1) + "\n")
 
 
-def write_markdown(path: pathlib.Path, results: Sequence[KernelResult], plot: pathlib.Path) -> None:
+def _markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    lines = ["| " + " | ".join(headings) + " |", "|" + "---|" * len(headings)]
+    return lines + ["| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |" for cells in rows]
+
+
+def write_markdown(
+    path: pathlib.Path, results: Sequence[KernelResult], plot: pathlib.Path, steps: Sequence[StepResult] = ()
+) -> None:
     """A page for people."""
     lines = ["# Kernels of jspec on TPUs, modelled", "", EXPLAINED, ""]
     lines += [", ".join(f"{name} {version}" for name, version in versions().items()) + f"; {_today()}.", ""]
-    lines += [f"![Roofline]({plot.name})", "", "| " + " | ".join(HEADINGS) + " |", "|" + "---|" * len(HEADINGS)]
-    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row(result)) + " |" for result in results]
-    lines += [
-        "",
-        "## What is assumed of a chip",
-        "",
-        "| chip | clock | from | HBM GB/s | cores a device |",
-        "|---|---|---|---|---|",
+    lines += [f"![Roofline]({plot.name})", "", *_markdown_table(HEADINGS, map(row, results)), ""]
+    if steps:
+        lines += ["## Programs of an engine's steps", "", *_markdown_table(STEP_HEADINGS, map(step_row, steps)), ""]
+    chips = [CHIPS[name] for name in dict.fromkeys(result.chip for result in results)]
+    assumed = [
+        (chip.name, f"{chip.clock_ghz} GHz", chip.clock_source, f"{chip.hbm_gb_per_s:,}", str(chip.cores))
+        for chip in chips
     ]
-    for name in dict.fromkeys(result.chip for result in results):
-        chip = CHIPS[name]
-        lines.append(f"| {name} | {chip.clock_ghz} GHz | {chip.clock_source} | {chip.hbm_gb_per_s:,} | {chip.cores} |")
+    lines += ["## What is assumed of a chip", ""]
+    lines += _markdown_table(("chip", "clock", "from", "HBM GB/s", "cores a device"), assumed)
     path.write_text("\n".join(lines) + "\n")
 
 

@@ -1,5 +1,6 @@
 """Has every job compiled for every chip, each chip in a process of its own."""
 
+import contextlib
 import dataclasses
 import importlib.util
 import json
@@ -7,12 +8,13 @@ import os
 import pathlib
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jspec
 from jspec.tpu_report.chips import CHIPS, Chip
-from jspec.tpu_report.jobs import PEER, SHAPES, KernelJob
+from jspec.tpu_report.jobs import PEER, SHAPES, KernelJob, StepJob
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +58,25 @@ class KernelResult:
         return min(1.0, self.memory_cycles / max(self.bundles, 1))
 
 
+@dataclasses.dataclass(frozen=True)
+class StepResult:
+    """What compiling one program of an engine's step for one chip gave."""
+
+    chip: str
+    model: str
+    worker: str
+    program: str
+    error: str | None = None
+    compile_s: float = 0.0
+    argument_bytes: int = 0
+    alias_bytes: int = 0
+    temp_bytes: int = 0
+    pool_bytes: int = 0
+    """Of the target's KV pool."""
+    host_transfers: int = 0
+    f64: bool = False
+
+
 def check_libtpu() -> None:
     """Raises ValueError where there is nothing to compile with."""
     if importlib.util.find_spec("libtpu") is None:
@@ -70,28 +91,62 @@ def compile_jobs(
     return list(progress(work, total=len(chips) * len(jobs)) if progress else work)
 
 
+def compile_steps(
+    chips: Sequence[Chip], jobs: Sequence[StepJob], *, progress: Callable[..., Any] | None = None
+) -> list[StepResult]:
+    """Results in the order of chips, then jobs, then programs."""
+
+    def work() -> Iterator[list[StepResult]]:
+        for chip in chips:
+            with _compiler(chip, "steps") as ask:
+                for job in jobs:
+                    found = ask(dataclasses.asdict(job))
+                    yield [StepResult(chip.name, job.model, job.worker, **figures) for figures in found]
+
+    finished = work()
+    return [
+        result
+        for results in (progress(finished, total=len(chips) * len(jobs)) if progress else finished)
+        for result in results
+    ]
+
+
 def _compile_for(chip: Chip, jobs: Sequence[KernelJob]) -> Iterator[KernelResult]:
+    fields = {field.name for field in dataclasses.fields(KernelResult)}
+    with _compiler(chip, "kernels") as ask:
+        for job in jobs:
+            found = next(ask(dataclasses.asdict(job)))
+            yield KernelResult(chip.name, job, **{name: value for name, value in found.items() if name in fields})
+
+
+@contextlib.contextmanager
+def _compiler(chip: Chip, what: str) -> Iterator[Callable[[dict[str, Any]], Iterator[dict[str, Any]]]]:
+    """A compiler process for a chip, as a function from a job to its results."""
     root = str(pathlib.Path(jspec.__file__).parents[1])
     env = os.environ | {"PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])}
-    command = [sys.executable, "-m", "jspec.tpu_report.compiler", chip.name]
-    fields = {field.name for field in dataclasses.fields(KernelResult)}
+    command = [sys.executable, "-m", "jspec.tpu_report.compiler", chip.name, what]
     # libtpu writes to standard error whatever happens: it is shown only where the process itself fails.
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
-    ) as child:
-        assert child.stdin and child.stdout and child.stderr
-        for job in jobs:
-            try:
-                child.stdin.write(json.dumps(dataclasses.asdict(job)) + "\n")
-                child.stdin.flush()
-            except BrokenPipeError:
-                pass
-            line = child.stdout.readline()
-            if not line:
-                said = child.stderr.read().strip().splitlines()
-                raise RuntimeError(
-                    f"the compiler process for {chip.name} ended at {job.label}: {said[-1] if said else ''}"
-                )
-            found = json.loads(line)
-            yield KernelResult(chip.name, job, **{name: value for name, value in found.items() if name in fields})
-        child.stdin.close()
+    with (
+        tempfile.TemporaryFile("w+") as errors,
+        subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=env
+        ) as child,
+    ):
+        assert child.stdin and child.stdout
+        stdin, stdout = child.stdin, child.stdout
+
+        def ask(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
+            with contextlib.suppress(BrokenPipeError):
+                stdin.write(json.dumps(job) + "\n")
+                stdin.flush()
+            while line := stdout.readline():
+                if not line.strip():
+                    return
+                yield json.loads(line)
+            errors.seek(0)
+            said = errors.read().strip().splitlines()
+            raise RuntimeError(f"the compiler process for {chip.name} ended at {job}: {said[-1] if said else ''}")
+
+        yield ask
+        with contextlib.suppress(BrokenPipeError):
+            stdin.close()

@@ -1,6 +1,5 @@
 """The programs of an engine's steps, without weights: what the report compiles for models too large for this machine."""
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,6 +16,7 @@ from jspec.scheduler.reserve import max_new_pages
 from jspec.spec_workers import EagleSizes, SpecWorker, eagle, multi_layer_eagle, ngram, plain
 from jspec.spec_workers.base import DeviceSizes
 from jspec.spec_workers.upload import DECODE_COLUMNS, EXTEND_COLUMNS, unpack_decode, unpack_extend
+from jspec.tpu_report.jobs import StepJob
 
 MODELS = {
     "SmolLM2-135M": LlamaConfig(
@@ -43,18 +43,6 @@ WORKERS: dict[str, Callable[[TargetModel], SpecWorker]] = {
     ),
     "multi-layer": lambda target: multi_layer_eagle(target, _draft(target, "multi-layer")),
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class StepJob:
-    """All programs of one worker on one model: 16 rows of 4096 positions."""
-
-    model: str
-    worker: str
-    batch: int = 16
-    context: int = 4096
-    page_size: int = 128
-    prefill_tokens: int = 1024
 
 
 def weights_bytes(model: str) -> int:

@@ -7,10 +7,19 @@ from typer.testing import CliRunner
 
 from jspec.cli import app
 from jspec.tpu_report.chips import CHIPS, chips_named
-from jspec.tpu_report.jobs import MOVE, PEER, PREFILL, VERIFY, WRITE, KernelJob, kernel_jobs
-from jspec.tpu_report.report import HEADINGS, draw_roofline, row, write_json, write_markdown
-from jspec.tpu_report.run import KernelResult
+from jspec.tpu_report.jobs import MOVE, PEER, PREFILL, VERIFY, WRITE, KernelJob, kernel_jobs, step_jobs
+from jspec.tpu_report.report import (
+    HEADINGS,
+    STEP_HEADINGS,
+    draw_roofline,
+    row,
+    step_row,
+    write_json,
+    write_markdown,
+)
+from jspec.tpu_report.run import KernelResult, StepResult
 from jspec.tpu_report.schedule import Loop, block_loop, read_loops
+from jspec.tpu_report.steps import MODELS, WORKERS
 
 # A kernel as libtpu prints it: an outer loop with a loop over blocks (copies, a delay slot, a spill) and one that only computes.
 BUNDLES = """\
@@ -85,6 +94,8 @@ def test_every_kernel_is_compiled():
         assert {job.kernel for job in kernel_jobs(quick=quick)} >= {VERIFY, PREFILL, WRITE, MOVE}
     widths = {job.width for job in kernel_jobs(quick=False) if job.kernel == VERIFY and job.shape == EIGHT}
     assert widths == {1, 4, 8, 16, 32}
+    assert {job.model for job in step_jobs(quick=False)} == set(MODELS)
+    assert {job.worker for job in step_jobs(quick=False)} == set(WORKERS)
 
 
 def test_pages(tmp_path):
@@ -97,15 +108,21 @@ def test_pages(tmp_path):
     results.append(KernelResult("v7x", KernelJob(PEER, SMALL, 8), error="ValueError: 6 heads | refused"))
     assert len(row(results[0])) == len(row(results[-1])) == len(HEADINGS)
     assert row(results[0])[4] == "yes" and "6 heads" in row(results[-1])[4]
-    write_json(tmp_path / "report.json", results)
+    steps = [
+        StepResult("v5e", "SmolLM2-135M", "plain", "verify_phase", pool_bytes=1000, temp_bytes=25, alias_bytes=1001),
+        StepResult("v5e", "Qwen3-8B", "plain", "all", error="one device does not hold it"),
+    ]
+    assert len(step_row(steps[0])) == len(step_row(steps[1])) == len(STEP_HEADINGS) and step_row(steps[0])[8] == "2.5 %"
+    write_json(tmp_path / "report.json", results, steps)
     said = json.loads((tmp_path / "report.json").read_text())
     assert said["modelled"] and set(said["chips"]) == {"v5e", "v7x"} and said["chips"]["v5e"]["clock_source"]
     assert said["kernels"][0]["hbm_share"] == 1.0 and "hbm_share" not in said["kernels"][-1]
     draw_roofline(tmp_path / "roofline.png", results)
     assert (tmp_path / "roofline.png").read_bytes().startswith(b"\x89PNG")
-    write_markdown(tmp_path / "report.md", results, tmp_path / "roofline.png")
+    write_markdown(tmp_path / "report.md", results, tmp_path / "roofline.png", steps)
     page = (tmp_path / "report.md").read_text()
-    assert page.count("\n| v5e |") == 5 and "6 heads \\| refused" in page and "1.5 GHz" in page
+    assert "one device does not hold it" in page and said["steps"][0]["pool_bytes"] == 1000
+    assert page.count("\n| v5e |") == 7 and "6 heads \\| refused" in page and "1.5 GHz" in page
 
 
 def test_what_the_command_refuses(monkeypatch):
