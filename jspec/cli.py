@@ -87,6 +87,9 @@ def generate(
     num_steps: NumSteps = None,
     topk: TopK = 1,
     num_draft_tokens: DraftTokens = None,
+    min_draft_prob: Annotated[
+        float, typer.Option(help="End a draft chain before a token that the draft finds less likely than this.")
+    ] = EngineConfig.min_draft_prob,
     rejection_sampling: Annotated[
         bool, typer.Option("--rejection-sampling", help="Draw drafts from the draft's distribution, accept by ratio.")
     ] = False,
@@ -144,6 +147,7 @@ def generate(
             num_steps=num_steps,
             topk=topk,
             num_draft_tokens=num_draft_tokens,
+            min_draft_prob=min_draft_prob,
             rejection_sampling=rejection_sampling,
             lossy_threshold=lossy_threshold,
             adaptive_steps=_adaptive_steps(adaptive_steps),

@@ -130,6 +130,9 @@ class EngineConfig:
     """Children that a node of an EAGLE draft tree is given; 1 drafts a chain."""
     draft: str | None = None
     """Directory of a draft model. None: the one that comes with jspec, for the models that have one."""
+    min_draft_prob: float = 0.0
+    """An EAGLE chain ends before the first draft that the draft model finds less likely than this; a step in which no row drafts is a plain one. Pays where
+    a wider verify costs more, as on a CPU. 0: never."""
     rejection_sampling: bool = False
     """Rows that sample draw their drafts and accept them by min(1, target / draft). The distribution is the target's either way; off, the very tokens are
     those of plain decoding with the same seed."""
@@ -181,6 +184,11 @@ class EngineConfig:
         _check_real("lossy_threshold", self.lossy_threshold)
         if not 0 < self.lossy_threshold <= 1:
             raise ValueError(f"lossy_threshold={self.lossy_threshold} must lie in (0, 1]; 1 is exact")
+        _check_real("min_draft_prob", self.min_draft_prob)
+        if not 0 <= self.min_draft_prob <= 1:
+            raise ValueError(
+                f"min_draft_prob={self.min_draft_prob} must lie in [0, 1]; 0 always drafts to the full depth"
+            )
         object.__setattr__(self, "adaptive_steps", _as_adaptive_steps(self.adaptive_steps))
         _check_int("page_size", self.page_size, 1, MAX_PAGE_SIZE)
         _check_int("max_running", self.max_running, 1, 4096)

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jspec.bench.decode_bare import BareLoop
 from jspec.bench.decode_compare import Difference, first_difference
@@ -50,11 +50,19 @@ class DecodeJob:
             contender_config(self.config, name)
 
 
+_OPTIONS: dict[str, Callable[[str], Any]] = {
+    "num_steps": int,
+    "topk": int,
+    "num_draft_tokens": int,
+    "min_draft_prob": float,
+}
+
+
 def contender_config(config: EngineConfig, name: str) -> EngineConfig:
-    """`config` for the contender `name`: an algorithm, then perhaps ":field=value" of `EngineConfig`, integers only.
+    """`config` for the contender `name`: an algorithm, then perhaps ":field=value" of `EngineConfig`, of those in `_OPTIONS`.
 
     Raises:
-        ValueError: the algorithm or a field is unknown, or a value is no integer.
+        ValueError: the algorithm or a field is unknown, or a value is no number.
     """
     algorithm, *options = name.split(":")
     if algorithm not in ALGORITHMS:
@@ -63,11 +71,12 @@ def contender_config(config: EngineConfig, name: str) -> EngineConfig:
     given = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     for option in options:
         field, _, value = option.partition("=")
-        if field not in ("num_steps", "topk", "num_draft_tokens") or not value.isdigit():
+        try:
+            given[field] = _OPTIONS[field](value)
+        except (KeyError, ValueError):
             raise ValueError(
-                f"algorithms: {option!r} in {name!r} must be num_steps, topk or num_draft_tokens, '=' and a number"
-            )
-        given[field] = int(value)
+                f"algorithms: {option!r} in {name!r} must be one of {', '.join(_OPTIONS)}, '=' and a number"
+            ) from None
     return EngineConfig(**given)
 
 

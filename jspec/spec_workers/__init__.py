@@ -39,7 +39,7 @@ def _eagle(target: TargetModel, config: EngineConfig) -> SpecWorker:
         if "num_steps" in steps and config.num_steps not in depths:
             raise ValueError(f"num_steps={config.num_steps} must be one of the depths of adaptive_steps={depths}")
         steps = {"num_steps": depths[-1]}
-    sizes = EagleSizes(topk=config.topk, depths=depths, **steps)
+    sizes = EagleSizes(topk=config.topk, depths=depths, min_draft_prob=config.min_draft_prob, **steps)
     draft = _load(target, config)
     return eagle(target, draft, name=config.algorithm, sizes=sizes, **_acceptance(config))
 
@@ -90,13 +90,13 @@ ALGORITHMS: dict[str, Algorithm] = {
         "a draft layer over fused features of the target, as a chain or a tree",
         _eagle,
         ("eagle3",),
-        (*_DEPTH, "topk", "adaptive_steps"),
+        (*_DEPTH, "topk", "adaptive_steps", "min_draft_prob"),
     ),
     "eagle": Algorithm(
         "EAGLE-1/2: a draft layer over the target's last hidden state, with the target's head",
         _eagle,
         ("eagle",),
-        (*_DEPTH, "topk", "adaptive_steps"),
+        (*_DEPTH, "topk", "adaptive_steps", "min_draft_prob"),
     ),
     "multi-layer-eagle": Algorithm(
         "one draft module for each position ahead, all run right after the verify",

@@ -6,13 +6,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jspec.future_map import publish, resolve, stash
 from jspec.models.target import TargetModel
 from jspec.spec_workers.accept import accept_chain
 from jspec.spec_workers.base import DeviceSizes, DeviceState, PhaseOutput, SpecWorker, VerifyKind, init_device
-from jspec.spec_workers.forward import extend_batch, token_rows, verify_batch
+from jspec.spec_workers.forward import extend_batch, run_if, token_rows, verify_batch
 from jspec.spec_workers.sampling import sample
 from jspec.spec_workers.upload import DecodeInputs, ExtendInputs, apply_decode, apply_extend, pack_outcome
 from jspec.state.results import RowStatus
@@ -47,14 +46,6 @@ def _append(history, rows, start, tokens, count):
     write = (j < count[:, None]) & (rows > 0)[:, None]
     cols = jnp.where(write, start[:, None] + j, 0)
     return history.at[jnp.where(write, rows[:, None], 0), cols].set(jnp.where(write, tokens, 0), mode="drop")
-
-
-def _run_if(condition, function, carried):
-    """`function(carried)` if `condition`, else `carried`: a loop of at most one round, which updates its buffers in place.
-
-    `lax.cond` would copy the KV pool before either branch.
-    """
-    return lax.fori_loop(0, condition.astype(jnp.int32), lambda _, carried: function(carried), carried)
 
 
 def chain(
@@ -145,9 +136,7 @@ def chain(
         chosen = jnp.sum(longest > jnp.asarray(widths, jnp.int32), dtype=jnp.int32)
         carried = (device.kv_pages, jnp.zeros((real.shape[0], verify_width, target.facts.vocab_size), jnp.float32))
         for i, width in enumerate(widths):
-            carried = (
-                _run_if(chosen == i, forward_at(width), carried) if len(widths) > 1 else forward_at(width)(carried)
-            )
+            carried = run_if(chosen == i, forward_at(width), carried) if len(widths) > 1 else forward_at(width)(carried)
         kv_pages, logits = carried
         place = jnp.arange(verify_width, dtype=jnp.int32)
         reachable = place <= num_drafts[:, None]

@@ -7,17 +7,18 @@ from jax import lax
 from jspec.spec_workers.sampling import DRAFT_TOKEN, SamplingState, filtered_probs, position_key
 
 
-def best_tokens(logits, topk: int):
+def best_tokens(logits, topk: int, *, scored: bool = True):
     """The draft's `topk` likeliest tokens and their probabilities, descending; ties go to the lower id.
 
     Args:
         logits: f32[..., Vd]. A draft that breaks (NaN) proposes with probability 0: it can cost speed, nothing else.
         topk: `K`, static.
+      scored: static; False where nobody compares the probabilities, and they are all 1.
 
     Returns: `probs: f32[..., K]` and `ids: i32[..., K]`.
     """
     logits = jnp.where(jnp.isfinite(logits), logits, -jnp.inf)
-    if topk == 1:  # a chain: scores are not compared
+    if topk == 1 and not scored:
         ids = jnp.argmax(logits, axis=-1, keepdims=True).astype(jnp.int32)
         return jnp.ones(ids.shape, jnp.float32), ids
     best, ids = lax.top_k(logits, topk)

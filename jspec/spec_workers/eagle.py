@@ -26,7 +26,7 @@ from jspec.spec_workers.featured import (
     verify_chain,
     widen,
 )
-from jspec.spec_workers.forward import extend_batch, next_tokens, row_slots, verify_batch
+from jspec.spec_workers.forward import extend_batch, next_tokens, row_slots, run_if, verify_batch
 from jspec.spec_workers.sampling import sample
 from jspec.spec_workers.tree import Tree, accept_tree, first_level, next_level, prune
 from jspec.spec_workers.upload import DecodeInputs, ExtendInputs
@@ -79,6 +79,7 @@ def eagle(
     _check(target, draft, shape, rejection_sampling)
     check_acceptance(rejection_sampling=rejection_sampling, lossy_threshold=lossy_threshold)
     topk, num_steps, layers = shape.topk, shape.num_steps, draft.facts.capture_layers
+    min_prob = shape.min_draft_prob
     output_stride = min(num_steps, shape.verify_width - 1) + 1
 
     def init(sizes: DeviceSizes) -> DeviceState:
@@ -101,7 +102,7 @@ def eagle(
         """(probabilities, draft ids, distribution) of the tokens that will sit at `positions: i32[B]`, after `hidden: [B, H]`."""
         logits = draft.logits(params["draft"], hidden)
         if not rejection_sampling:
-            return (*best_tokens(logits, topk), ())
+            return (*best_tokens(logits, topk, scored=topk > 1 or min_prob > 0), ())
         ids, probs = draw_tokens(device.sampling, rows, logits, positions)
         return jnp.ones((*ids.shape, 1), jnp.float32), ids[:, None], probs
 
@@ -139,12 +140,39 @@ def eagle(
                 _, ids, drawn_from = propose(params, device, rows, hidden, seq_lens + i + 2)
         return jnp.stack(tokens, axis=1), distributions, kv_pages
 
+    def draft_while_sure(params, begun: Start, rows, depth: int):
+        """`candidates: i32[B, depth + 1]`, how many drafts of each row count, and the draft's pool. A round that no row needs is not run."""
+        device, page_table, seq_lens, carry, _, num_drafts = begun
+        sure = (num_drafts > 0) & (carry.topk_probs[:, 0] >= min_prob)
+        carried = (carry.topk_ids, carry.topk_probs, carry.hidden, device.draft_kv_pages)
+        tokens, counts = [carry.bonus], jnp.zeros_like(num_drafts)
+        for i in range(depth):
+            tokens.append(draft.token_ids(params["draft"], carried[0][:, 0]))
+            counts += sure
+            if i == depth - 1:
+                break
+
+            def one_deeper(carried, i=i, tokens=tokens[-1]):
+                _, _, hidden, kv_pages = carried
+                batch = verify_batch(rows, seq_lens + i, tokens[:, None], page_table, page_size=device.page_size)
+                hidden, kv_pages = draft.forward(params["draft"], tokens, hidden, batch, kv_pages)
+                probs, ids, _ = propose(params, device, rows, hidden, seq_lens + i + 2)
+                return ids, probs, hidden, kv_pages
+
+            carried = run_if(jnp.any(sure), one_deeper, carried)
+            sure &= carried[1][:, 0] >= min_prob
+        return jnp.stack(tokens, axis=1), counts, carried[3]
+
     def verify_as_chain(params, device: DeviceState, inputs: DecodeInputs, *, table_width: int, depth: int):
         begun = start(device, inputs, table_width=table_width, depth=depth, context_len=draft.facts.context_len)
-        candidates, distributions, draft_kv_pages = draft_chain(params, begun, inputs.rows, depth)
         probs = None
-        if rejection_sampling and depth:
-            probs = widen(draft, params["draft"], jnp.stack(distributions, axis=1))
+        if min_prob and depth:
+            candidates, num_drafts, draft_kv_pages = draft_while_sure(params, begun, inputs.rows, depth)
+            begun = begun._replace(num_drafts=num_drafts)
+        else:
+            candidates, distributions, draft_kv_pages = draft_chain(params, begun, inputs.rows, depth)
+            if rejection_sampling and depth:
+                probs = widen(draft, params["draft"], jnp.stack(distributions, axis=1))
         begun = begun._replace(device=dataclasses.replace(begun.device, draft_kv_pages=draft_kv_pages))
         return verify_chain(
             target,
@@ -156,6 +184,7 @@ def eagle(
             layers=layers,
             output_stride=output_stride,
             lossy_threshold=lossy_threshold,
+            widths=(1, depth + 1) if min_prob and depth else (depth + 1,),
         )
 
     def draft_tree(params, begun: Start, rows) -> tuple[Tree, Any]:
@@ -251,6 +280,10 @@ def _check(target: TargetModel, draft: DraftModel, sizes: EagleSizes, rejection_
     if sizes.topk > facts.draft_vocab_size:
         raise ValueError(
             f"topk={sizes.topk} exceeds the draft's vocabulary of {facts.draft_vocab_size} tokens: lower it"
+        )
+    if rejection_sampling and sizes.min_draft_prob:
+        raise ValueError(
+            f"rejection_sampling=True needs min_draft_prob=0, got {sizes.min_draft_prob}: drafts that are drawn are not judged by their likelihood"
         )
     if rejection_sampling and sizes.topk > 1:
         raise ValueError(f"rejection_sampling=True needs topk=1, got topk={sizes.topk}: a tree's drafts are not drawn")

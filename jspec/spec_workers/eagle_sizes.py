@@ -21,6 +21,10 @@ class EagleSizes:
     """`W`: tokens one verify checks, the pending one included. None: `num_steps + 1` for a chain; for a tree all of it, at most 8."""
     depths: tuple[int, ...] = ()
     """Depths a chain may be run at, ascending, ending with `num_steps`: chosen step by step where drafting is adaptive. 0 drafts nothing. (): `num_steps`."""
+    min_draft_prob: float = 0.0
+    """A chain ends before the first draft that the draft model finds less likely than this, and a step in which no row drafts is a plain step: for devices
+    where a wider verify costs more. 0: it never ends early. (Assisted generation's confidence threshold in Hugging Face transformers; `--draft-p-min` of
+    llama.cpp; AdaEDL, arXiv 2410.18351.)"""
 
     def __post_init__(self):
         if self.num_steps < 1:
@@ -42,6 +46,14 @@ class EagleSizes:
         if (self.num_steps - 1) * self.topk > MAX_VERIFY_WIDTH:
             raise ValueError(
                 f"(num_steps - 1) * topk = {(self.num_steps - 1) * self.topk} exceeds {MAX_VERIFY_WIDTH}, the nodes whose ancestors fit one word: lower one"
+            )
+        if not 0 <= self.min_draft_prob <= 1:
+            raise ValueError(
+                f"min_draft_prob={self.min_draft_prob} must lie in [0, 1]; 0 always drafts to the full depth"
+            )
+        if self.min_draft_prob and self.topk > 1:
+            raise ValueError(
+                f"min_draft_prob={self.min_draft_prob} needs topk=1, got topk={self.topk}: only a chain ends early"
             )
         object.__setattr__(self, "depths", tuple(self.depths) or (self.num_steps,))
         if self.depths[-1] != self.num_steps or list(self.depths) != sorted(set(self.depths)) or self.depths[0] < 0:

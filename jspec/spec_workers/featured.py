@@ -11,7 +11,7 @@ from jspec.models.draft import DraftModel
 from jspec.models.target import TargetModel
 from jspec.spec_workers.accept import accept_chain, accept_rejection, prefer_drafts
 from jspec.spec_workers.base import DeviceState, PhaseOutput
-from jspec.spec_workers.forward import extend_batch, verify_batch
+from jspec.spec_workers.forward import extend_batch, run_if, verify_batch
 from jspec.spec_workers.sampling import sample
 from jspec.spec_workers.upload import DecodeInputs, ExtendInputs, apply_decode, apply_extend, pack_outcome
 from jspec.state.results import RowStatus
@@ -94,6 +94,7 @@ def verify_chain(
     layers,
     output_stride: int,
     lossy_threshold: float = 1.0,
+    widths: tuple[int, ...] | None = None,
 ) -> PhaseOutput:
     """Verify, accept, PUBLISH.
 
@@ -108,12 +109,30 @@ def verify_chain(
         layers: the target's captured layers.
         output_stride: token columns of the outcome.
         lossy_threshold: below 1, as of `prefer_drafts`.
+        widths: widths the target may be run at, ascending, ending with `W`; each step takes the narrowest that holds its longest chain, on the device.
     """
     rows, (batch_size, width) = inputs.rows, candidates.shape
     device, page_table, seq_lens, _, _, num_drafts = begun
-    batch = verify_batch(rows, seq_lens, candidates, page_table, page_size=device.page_size)
-    out = target.forward(params, batch, device.kv_pages, capture_layers=layers)
-    logits = target.logits(params, out.hidden).reshape(batch_size, width, -1)
+
+    def forward(width: int, kv_pages):
+        """Pool, captured and final hidden states, logits; of `width` tokens a row, padded to `W`."""
+        batch = verify_batch(rows, seq_lens, candidates[:, :width], page_table, page_size=device.page_size)
+        out = target.forward(params, batch, kv_pages, capture_layers=layers)
+        found = (out.captured, out.hidden, target.logits(params, out.hidden))
+        padded = (x.reshape(batch_size, width, *x.shape[1:]) for x in found)
+        missing = candidates.shape[1] - width
+        return out.kv_pages, *(jnp.pad(x, ((0, 0), (0, missing), *[(0, 0)] * (x.ndim - 2))) for x in padded)
+
+    widths = widths or (width,)
+    if len(widths) == 1:
+        kv_pages, captured, hidden, logits = forward(width, device.kv_pages)
+    else:
+        chosen = jnp.sum(1 + jnp.max(num_drafts) > jnp.asarray(widths, jnp.int32), dtype=jnp.int32)
+        shapes = jax.eval_shape(lambda: forward(width, device.kv_pages))[1:]
+        carried = (device.kv_pages, *(jnp.zeros(x.shape, x.dtype) for x in shapes))
+        for i, narrow in enumerate(widths):
+            carried = run_if(chosen == i, lambda carried, narrow=narrow: forward(narrow, carried[0]), carried)
+        kv_pages, captured, hidden, logits = carried
     place = jnp.arange(width, dtype=jnp.int32)
     positions = seq_lens[:, None] + 1 + place
     by_rejection = (device.sampling.temperature[rows] > 0) & (draft_probs is not None)
@@ -135,8 +154,7 @@ def verify_chain(
             ),
             lambda: (tokens, accept_lens),
         )
-    captured, hidden = (x.reshape(batch_size, width, *x.shape[1:]) for x in (out.captured, out.hidden))
-    begun = begun._replace(device=dataclasses.replace(device, kv_pages=out.kv_pages))
+    begun = begun._replace(device=dataclasses.replace(device, kv_pages=kv_pages))
     handoff = Handoff(seq_lens, tokens, accept_lens, captured, hidden)
     return publish_run(begun, inputs, handoff, finite, output_stride=output_stride)
 

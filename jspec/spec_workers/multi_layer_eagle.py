@@ -100,7 +100,7 @@ def multi_layer_eagle(
                 chosen, drawn_from = draw_tokens(device.sampling, inputs.rows, logits, new_seq_lens + 1 + module)
                 probs.append(drawn_from)
             else:
-                chosen = best_tokens(logits, 1)[1][:, 0]
+                chosen = best_tokens(logits, 1, scored=False)[1][:, 0]
             drafts.append(draft.token_ids(params["draft"], chosen))
             ids = next_tokens(ids, batch, last, drafts[-1])
         carry = Carry(bonus, jnp.stack(drafts, axis=1), jnp.stack(probs, axis=1) if probs else ())

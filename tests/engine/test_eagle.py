@@ -33,11 +33,13 @@ TOKENS = 24
 SHAPES = {
     "chain": EagleSizes(num_steps=4),
     "deep chain": EagleSizes(num_steps=9),
+    "chain while sure": EagleSizes(num_steps=4, min_draft_prob=0.5),
     "tree": EagleSizes(num_steps=3, topk=2, num_draft_tokens=8),
     "wide tree": EagleSizes(num_steps=4, topk=4, num_draft_tokens=16),
     "thin tree": EagleSizes(num_steps=5, topk=3, num_draft_tokens=4),
 }
 FAST = [("chain", 1, True), ("chain", 16, False), ("tree", 4, True), ("tree", 64, False), ("wide tree", 1, True)]
+FAST += [("chain while sure", 4, True)]
 SLOW = [(shape, page, overlap) for shape in SHAPES for page in (1, 4, 16, 64) for overlap in (True, False)]
 SCHEDULES = [pytest.param(*case, marks=() if case in FAST else pytest.mark.slow) for case in SLOW]
 
@@ -66,6 +68,19 @@ def test_greedy_equals_full_recompute(shape, page_size, overlap):
     assert summary.accept_length > 1.5, "the draft was hardly ever right: the test shows little"
     assert summary.accept_length < worker.output_stride, "the draft was never wrong"
     assert summary.compiles_after_warmup == 0
+
+
+def test_a_chain_ends_where_the_draft_is_unsure():
+    """A higher bar: shorter accepted runs, more of those accepted that are proposed; over the bar of 1 nothing is proposed; always the same tokens."""
+    lengths = []
+    for bar in (0.0, 0.5, 1.0):
+        sizes = EagleSizes(num_steps=3, min_draft_prob=bar)
+        engine = build(
+            transformer(), worker=eagle(transformer(), shadow_draft(transformer()), sizes=sizes), max_running=8
+        )
+        assert_greedy(engine, (1, 3))
+        lengths.append(engine.summary().accept_length)
+    assert lengths[0] > lengths[1] > lengths[2] == 1.0
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "eagle"])

@@ -51,6 +51,8 @@ def test_what_follows_from_the_sizes(given, width, alloc_len, depths):
         ({"num_steps": 3, "depths": (1, 2)}, r"depths=\(1, 2\) must ascend"),
         ({"num_steps": 3, "depths": (3, 1, 3)}, "must ascend"),
         ({"num_steps": 3, "topk": 2, "depths": (1, 3)}, "needs topk=1"),
+        ({"min_draft_prob": 1.5}, r"min_draft_prob=1.5 must lie in \[0, 1\]"),
+        ({"min_draft_prob": 0.5, "topk": 2}, "min_draft_prob=0.5 needs topk=1"),
     ],
 )
 def test_sizes_that_make_no_sense(given, message):
@@ -85,6 +87,10 @@ def test_static_facts():
         (
             lambda d: eagle(transformer(), d("eagle3"), sizes=EagleSizes(topk=2), rejection_sampling=True),
             "rejection_sampling=True needs topk=1",
+        ),
+        (
+            lambda d: eagle(transformer(), d("eagle3"), sizes=EagleSizes(min_draft_prob=0.4), rejection_sampling=True),
+            "rejection_sampling=True needs min_draft_prob=0",
         ),
         (
             lambda d: eagle(transformer(), d("eagle3"), rejection_sampling=True, lossy_threshold=0.5),
@@ -122,6 +128,7 @@ def test_workers_by_name(saved):
     assert worker("eagle3", "eagle3").verify_width == 4
     assert worker("eagle", "eagle", num_steps=2).verify_width == 3
     assert worker("eagle3", "eagle3", num_steps=3, topk=2, num_draft_tokens=7).verify_kind is VerifyKind.TREE
+    assert worker("eagle3", "eagle3", num_steps=2, min_draft_prob=0.5).verify_width == 3
     assert worker("eagle3", "eagle3", adaptive_steps=((1, (1, 3)), (8, (0, 1)))).depths == (0, 1, 3)
     assert worker("multi-layer-eagle", "multi-layer", num_steps=2).verify_width == 3
     assert worker("multi-layer-eagle", "multi-layer", num_draft_tokens=4).verify_width == 4
@@ -136,6 +143,7 @@ def test_workers_by_name(saved):
         ("multi-layer-eagle", "multi-layer", {"num_draft_tokens": 9}, r"num_draft_tokens=9 must be num_steps \+ 1 = 4"),
         ("multi-layer-eagle", "multi-layer", {"topk": 2}, "topk=2 means nothing to algorithm='multi-layer-eagle'"),
         ("multi-layer-eagle", "multi-layer", {"adaptive_steps": ((1, (1,)),)}, "adaptive_steps.*means nothing"),
+        ("multi-layer-eagle", "multi-layer", {"min_draft_prob": 0.5}, "min_draft_prob=0.5 means nothing"),
         ("plain", "eagle3", {}, "draft=.*means nothing to algorithm='plain'"),
         ("eagle3", "eagle3", {"num_steps": 2, "adaptive_steps": ((1, (1, 3)),)}, "must be one of the depths"),
         ("eagle3", "eagle3", {"topk": 2, "adaptive_steps": ((1, (1, 3)),)}, "needs topk=1"),
