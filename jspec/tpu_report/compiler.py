@@ -145,8 +145,9 @@ def _verify(job, shape, dtype, array, pool, rows):
 
     lines = tile_lines(job.width, shape.group, dtype)
     sizes = block_sizes(pool, lines=lines, max_len=job.context, capacity=_vmem())
-    given = {"block_len": job.block_len, "heads_at_once": job.heads_at_once}
-    sizes = sizes._replace(**{name: value for name, value in given.items() if value})
+    sizes = sizes._replace(
+        block_len=job.block_len or sizes.block_len, heads_at_once=job.heads_at_once or sizes.heads_at_once
+    )
 
     def attend(q, pages, page_table, prefix_lens, query_lens, ancestors=None):
         return verify_attention_kernel(

@@ -74,6 +74,10 @@ CASES = {
 }
 
 
+IN_CI = ("SmolLM2's heads", "bf16", "tree", "window at a block's edge", "everything")
+"""What the interpreter runs in CI: it takes seconds a case. The others are marked slow."""
+
+
 def make_case(*, page_size=16, num_kv_heads=2, head_dim=64, group=2, width, tree=False, dtype=jnp.float32, window=None,
               soft_cap=None, prefix_lens=(300, 0, 5, 127, 128), query_lens=None):  # fmt: skip
     rng = np.random.default_rng(width)
@@ -95,8 +99,13 @@ def no_race(capfd):
     assert "RACE DETECTED" not in "".join(capfd.readouterr())
 
 
-@pytest.mark.parametrize("backend", ["xla", "pallas_interpret"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        *((name, "xla") for name in CASES),
+        *(pytest.param(name, "pallas_interpret", marks=() if name in IN_CI else pytest.mark.slow) for name in CASES),
+    ],
+)
 def test_verify_matches_numpy(capfd, name, backend):
     case = CASES[name]
     options = {key: case.get(key) for key in ("window", "soft_cap")}
@@ -126,6 +135,7 @@ def run(case, **options):
     return np.asarray(out)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -142,10 +152,10 @@ def test_how_the_work_is_cut_does_not_matter(capfd, options):
     no_race(capfd)
 
 
-@pytest.mark.parametrize("num_cores", [1, 2])
+@pytest.mark.parametrize("num_cores", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_rows_without_queries_are_zero(capfd, num_cores):
     """None at all; and the only row there is, the first or the last of its core."""
-    for query_lens in ([0, 0, 0], [2, 0, 0], [0, 0, 2]):
+    for query_lens in ([0, 0, 0], [0, 0, 2]):
         case = make_case(width=2, prefix_lens=[140, 3, 200], query_lens=query_lens)
         pool, q, _, *rows = case
         out = run(case, num_cores=num_cores)
@@ -163,8 +173,9 @@ def test_a_tree_grown_level_by_level(capfd):
     no_race(capfd)
 
 
-def test_the_public_functions_run_it(capfd):
-    """Sizes from the table, and prefill: whole and broken blocks of queries, padding in between and behind."""
+@pytest.mark.slow  # the engine's test runs it too
+def test_the_public_function_runs_it(capfd):
+    """With the sizes that it finds itself."""
     pool, q, table, prefix_lens, query_lens, _ = make_case(width=3)
     out = verify_attention(
         jnp.asarray(q), pool.pages, table, prefix_lens, query_lens, layer=LAYER, scale=SCALE, backend="pallas_interpret"
@@ -174,8 +185,9 @@ def test_the_public_functions_run_it(capfd):
     no_race(capfd)
 
 
-@pytest.mark.parametrize("window", [None, 37])
+@pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.slow), 37])
 def test_prefill_matches_numpy(capfd, monkeypatch, window):
+    """Whole and broken blocks of queries, padding in between and behind."""
     monkeypatch.setattr(prefill_kernel, "QUERY_BLOCK", 8)
     prefix_lens, query_lens = np.array([0, 150, 7, 3, 0], np.int32), np.array([19, 0, 1, 8, 11], np.int32)
     rng = np.random.default_rng(3)
