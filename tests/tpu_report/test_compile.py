@@ -47,4 +47,5 @@ def test_how_good(chip):
         assert all(found[name].hbm_share == 1.0 for name in ("8", "16"))
         assert found["32"].hbm_share >= 0.8
     assert bundles["8, page 64"] <= 1.15 * bundles["8"] and bundles["16, page 64"] <= 1.15 * bundles["16"]
-    assert bundles["8, tree"] <= 1.05 * bundles["8"] and found["8, tree"].temp_bytes <= found["8"].temp_bytes
+    assert bundles["8, tree"] <= 1.05 * bundles["8"]
+    assert found["8, tree"].temp_bytes <= found["8"].temp_bytes + 64 * 1024  # the bits, laid out anew for scalar memory
