@@ -16,7 +16,9 @@ def tpu_report(
     quick: Annotated[bool, typer.Option("--quick", help="Every kernel once.")] = False,
     steps: Annotated[
         bool,
-        typer.Option("--steps", help="Also the programs of every worker's step, for SmolLM2 and 8B models: hours."),
+        typer.Option(
+            "--steps", help="Also the programs of every worker's step, for SmolLM2 and 8B models: minutes a program."
+        ),
     ] = False,
 ) -> None:
     """Compile every kernel for TPUs, with no TPU, and read from its schedule whether it keeps up with memory.

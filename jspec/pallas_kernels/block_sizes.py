@@ -12,7 +12,7 @@ SMALLEST_VMEM = 16 << 20
 """Bytes of a core of v4, the least of all chips."""
 
 MAX_BLOCK_BYTES = 4 << 20
-"""Longer blocks save little: what a block costs beside its work is a tenth of that by then."""
+"""Starting the copies of a block is about a tenth of its bundles by then (modelled): longer ones have little left to save."""
 
 
 class BlockSizes(NamedTuple):

@@ -13,7 +13,7 @@ def best_tokens(logits, topk: int, *, scored: bool = True):
     Args:
         logits: f32[..., Vd]. A draft that breaks (NaN) proposes with probability 0: it can cost speed, nothing else.
         topk: `K`, static.
-      scored: static; False where nobody compares the probabilities, and they are all 1.
+        scored: static; False where nobody compares the probabilities, and they are all 1.
 
     Returns: `probs: f32[..., K]` and `ids: i32[..., K]`.
     """
