@@ -17,17 +17,23 @@ from jspec.tpu_report.chips import CHIPS, Chip
 from jspec.tpu_report.jobs import PEER, SHAPES, KernelJob, StepJob
 
 
-@dataclasses.dataclass(frozen=True)
-class KernelResult:
-    """What compiling one job for one chip gave."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Compiled:
+    """What any compiled program tells, or why there is none."""
 
-    chip: str
-    job: KernelJob
     error: str | None = None
     compile_s: float = 0.0
     argument_bytes: int = 0
     alias_bytes: int = 0
     temp_bytes: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelResult(Compiled):
+    """What compiling one job for one chip gave."""
+
+    chip: str
+    job: KernelJob
     block_tokens: int = 0
     """Tokens of one pass of the loop over blocks of keys; 0 where there is none, or its schedule could not be read."""
     bundles: int = 0
@@ -59,18 +65,13 @@ class KernelResult:
 
 
 @dataclasses.dataclass(frozen=True)
-class StepResult:
+class StepResult(Compiled):
     """What compiling one program of an engine's step for one chip gave."""
 
     chip: str
     model: str
     worker: str
     program: str
-    error: str | None = None
-    compile_s: float = 0.0
-    argument_bytes: int = 0
-    alias_bytes: int = 0
-    temp_bytes: int = 0
     pool_bytes: int = 0
     """Of the target's KV pool."""
     host_transfers: int = 0
