@@ -36,6 +36,10 @@ LOWEST = -1e30
 """Where the running maximum starts: below every score, and finite, so that a difference of two of them is never NaN."""
 
 
+NUM_SCALARS = 5
+"""Arguments of the kernel that lie in scalar memory."""
+
+
 class Static(NamedTuple):
     """What fixes the program, beside shapes."""
 
@@ -56,7 +60,7 @@ def _kernel(
     positions,  # SMEM i32[N], of the block's first query
     key_ends,  # SMEM i32[N], position behind the block's last key; 0: an empty block
     following,  # SMEM i32[N + C], the next block of the same core that is not empty; the last C: the first one of each core
-    ancestors,  # SMEM i32[N * Q] or [1]
+    ancestors,  # u32[Q, 128], a column a block, this one's among them; None: a chain
     q,  # [1, Hkv, M, Dv]
     pages,
     out,  # [1, Hkv, M, Dv]
@@ -68,8 +72,8 @@ def _kernel(
     done,  # DMA semaphores [buffers]
     *,
     static: Static,
-    is_tree: bool,
 ):
+    is_tree = ancestors is not None
     num_kv_heads, lines, _ = q.shape[1:]
     num_buffers, pages_per_block, _, page_size, kv_width = buffers.shape
     block_len = pages_per_block * page_size
@@ -178,9 +182,12 @@ def _kernel(
 
         query = lax.div(lax.broadcasted_iota(jnp.int32, (lines, 1), 0), static.group)
         if is_tree:
+            column = lax.broadcasted_iota(jnp.int32, ancestors.shape, 1) == lax.rem(me, ancestors.shape[1])
+            words = lax.bitcast_convert_type(ancestors[...], jnp.int32)
+            mine = jnp.sum(jnp.where(column, words, 0), axis=1, keepdims=True)
             bits = jnp.zeros((lines, 1), jnp.int32)
             for node in range(static.width):
-                bits = jnp.where(query == node, ancestors[me * static.width + node], bits)
+                bits = jnp.where(query == node, mine[node : node + 1], bits)
 
         def masked_block(index, used):
             buffer = lax.rem(used, num_buffers)
@@ -240,6 +247,10 @@ def _kernel(
             out[0, head] = jnp.where(is_query, found, 0.0).astype(out.dtype)
 
 
+def _chain_kernel(*refs, static: Static):
+    _kernel(*refs[:NUM_SCALARS], None, *refs[NUM_SCALARS:], static=static)
+
+
 def blocked_attention_kernel(
     q: jax.Array,
     pages: jax.Array,
@@ -297,9 +308,6 @@ def blocked_attention_kernel(
     tile = jnp.pad(tile, ((0, missing), (0, 0), (0, lines - width * group), (0, out_width - head_dim)))
     key_ends = jnp.where(blocks.count > 0, blocks.position + blocks.keys, 0)
     rows, positions, key_ends = (jnp.pad(x, (0, missing)) for x in (blocks.row, blocks.position, key_ends))
-    nodes = jnp.zeros((1,), jnp.int32)
-    if blocks.ancestors is not None:
-        nodes = jnp.pad(lax.bitcast_convert_type(blocks.ancestors, jnp.int32), ((0, missing), (0, 0))).reshape(-1)
 
     static = Static(
         layer=layer,
@@ -313,13 +321,27 @@ def blocked_attention_kernel(
         table_width=page_table.shape[1],
     )
     one = pl.BlockSpec((1, num_kv_heads, lines, out_width), lambda core, step, *_: (core * per_core + step, 0, 0, 0))
+    kernel, inputs, specs = _kernel, [tile, pages], [one, pl.BlockSpec(memory_space=pl.ANY)]
+    if blocks.ancestors is None:
+        kernel = _chain_kernel
+    else:
+        # Transposed, as XLA keeps an array of so few columns: nothing is laid out anew.
+        inputs.insert(0, blocks.ancestors.T)
+        together = min(LANES, num_blocks)
+        last = (num_blocks - 1) // together
+        specs.insert(
+            0,
+            pl.BlockSpec(
+                (width, together), lambda core, step, *_: (0, jnp.minimum((core * per_core + step) // together, last))
+            ),
+        )
     out = pl.pallas_call(
-        functools.partial(_kernel, static=static, is_tree=blocks.ancestors is not None),
+        functools.partial(kernel, static=static),
         out_shape=jax.ShapeDtypeStruct(tile.shape, q.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=6,
+            num_scalar_prefetch=NUM_SCALARS,
             grid=(num_cores, per_core),
-            in_specs=[one, pl.BlockSpec(memory_space=pl.ANY)],
+            in_specs=specs,
             out_specs=one,
             scratch_shapes=[
                 pltpu.VMEM((sizes.num_buffers, num_pages, num_kv_heads, page_size, kv_width), pages.dtype),
@@ -338,7 +360,7 @@ def blocked_attention_kernel(
         cost_estimate=cost_estimate(q, pages, page_table),
         interpret=interpret,
         name=name,
-    )(page_table.reshape(-1), rows, positions, key_ends, _following(key_ends, num_cores), nodes, tile, pages)
+    )(page_table.reshape(-1), rows, positions, key_ends, _following(key_ends, num_cores), *inputs)
     out = out[:num_blocks, :, : width * group, out_width - head_dim :]
     out = out.reshape(num_blocks, num_kv_heads, width, group, head_dim)
     return jnp.swapaxes(out, 1, 2).reshape(q.shape)

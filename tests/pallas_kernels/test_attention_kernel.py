@@ -61,6 +61,9 @@ CASES = {
     "SmolLM2's heads": dict(num_kv_heads=3, group=3, width=4),
     "bf16": dict(dtype=jnp.bfloat16, head_dim=128, group=4, width=5),
     "tree": dict(width=8, tree=True, dtype=jnp.bfloat16),
+    "trees of 130 rows": dict(
+        width=3, tree=True, group=1, num_kv_heads=1, prefix_lens=[7] * 130, query_lens=[3, *[0] * 125, 3, 2, 3, 3]
+    ),
     "tree in f32, 32 nodes": dict(width=32, tree=True, group=1, num_kv_heads=1),
     "window": dict(window=100, width=3),
     "window at a block's edge": dict(window=128, width=3, prefix_lens=[255, 256, 257, 0, 383], query_lens=[3] * 5),
@@ -74,7 +77,7 @@ CASES = {
 }
 
 
-IN_CI = ("SmolLM2's heads", "bf16", "tree", "window at a block's edge", "everything")
+IN_CI = ("SmolLM2's heads", "bf16", "tree", "trees of 130 rows", "window at a block's edge", "everything")
 """What the interpreter runs in CI: it takes seconds a case. The others are marked slow."""
 
 
