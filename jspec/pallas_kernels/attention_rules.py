@@ -50,7 +50,7 @@ def check_attention(
         raise ValueError(f"{soft_cap=} must be positive; None leaves scores as they are")
     page_size, head_dim = pages.shape[3], pages.shape[4] // 2
     validate_attention_pool(page_size=page_size, head_dim=head_dim, dtype=pages.dtype, backend=backend)
-    scalars = page_table.size + num_blocks * (4 + num_nodes)
+    scalars = page_table.size + num_blocks * 4
     if backend != "xla" and scalars > MAX_SCALARS:
         raise ValueError(
             f"{page_table.shape=} with {num_blocks} blocks of queries takes {scalars} words of scalar memory, at most {MAX_SCALARS} for "

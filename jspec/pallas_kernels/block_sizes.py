@@ -1,5 +1,8 @@
 """How attention cuts its work into blocks, and what that takes of a core's memory."""
 
+import functools
+import importlib.resources
+import json
 import math
 from typing import NamedTuple
 
@@ -28,28 +31,51 @@ class BlockSizes(NamedTuple):
     """Tokens that a masked step takes at a time."""
 
 
-def block_sizes(pages: jax.Array, *, lines: int, max_len: int, capacity: int = SMALLEST_VMEM) -> BlockSizes:
-    """The longest blocks that fit, no longer than `max_len`, the positions of a row, needs.
+def block_sizes(
+    pages: jax.Array, *, lines: int, max_len: int, capacity: int = SMALLEST_VMEM, chip: str | None = None
+) -> BlockSizes:
+    """What the table says for the chip; where it says nothing, the longest blocks that fit. No longer than `max_len` needs.
 
     Args:
       pages: the pool.
       lines: of a tile of queries.
       max_len: positions that a row's page table covers.
       capacity: bytes of VMEM of a core.
+      chip: as Pallas calls its version, such as "v5e" or "7x"; None: no chip that is known.
     """
-    sizes = BlockSizes(block_len=1024, heads_at_once=4 if lines == 64 else 8)
-
-    def needed() -> int:
-        return vmem_bytes(pages, lines=lines, sizes=sizes)
-
-    while sizes.block_len > LANES and (sizes.block_len >= 2 * max_len or _block_bytes(pages, sizes) > MAX_BLOCK_BYTES):
+    _, _, num_kv_heads, _, kv_width = pages.shape
+    tuned = _table().get((chip, num_kv_heads, kv_width // 2, pages.dtype.name, lines))
+    sizes = tuned or _longest_that_fit(pages, lines, capacity)
+    while sizes.block_len > LANES and sizes.block_len >= 2 * max_len:
         sizes = sizes._replace(block_len=sizes.block_len // 2)
-    while needed() > capacity * 3 // 4 and (sizes.heads_at_once > 2 or sizes.block_len > LANES):
+    return sizes
+
+
+def _longest_that_fit(pages: jax.Array, lines: int, capacity: int) -> BlockSizes:
+    sizes = BlockSizes(block_len=1024, heads_at_once=8)
+    while sizes.block_len > LANES and _block_bytes(pages, sizes) > MAX_BLOCK_BYTES:
+        sizes = sizes._replace(block_len=sizes.block_len // 2)
+    while vmem_bytes(pages, lines=lines, sizes=sizes) > capacity * 3 // 4:
         if sizes.heads_at_once > 2:
             sizes = sizes._replace(heads_at_once=sizes.heads_at_once // 2)
-        else:
+        elif sizes.block_len > LANES:
             sizes = sizes._replace(block_len=sizes.block_len // 2)
+        else:
+            break
     return sizes
+
+
+TABLE = "block_table.json"
+"""Made by `scripts/tune-blocks`: of the sizes that compile for a chip, those with the fewest bundles for a token."""
+
+
+@functools.cache
+def _table() -> dict[tuple, BlockSizes]:
+    entries = json.loads((importlib.resources.files(__package__) / TABLE).read_text())["sizes"]
+    key = ("chip", "num_kv_heads", "head_dim", "dtype", "lines")
+    return {
+        tuple(entry[name] for name in key): BlockSizes(entry["block_len"], entry["heads_at_once"]) for entry in entries
+    }
 
 
 def pages_at_once(sizes: BlockSizes, page_size: int) -> tuple[int, int]:

@@ -293,7 +293,13 @@ def blocked_attention_kernel(
     info = None if interpret else pltpu.get_tpu_info()
     capacity = info.vmem_capacity_bytes if info else SMALLEST_VMEM
     if sizes is None:
-        sizes = block_sizes(pages, lines=lines, max_len=page_table.shape[1] * page_size, capacity=capacity)
+        sizes = block_sizes(
+            pages,
+            lines=lines,
+            max_len=page_table.shape[1] * page_size,
+            capacity=capacity,
+            chip=info.chip_version.value if info else None,
+        )
     if num_cores is None:
         num_cores = info.num_cores if info else 1
     num_pages, tail_pages = pages_at_once(sizes, page_size)

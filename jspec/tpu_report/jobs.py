@@ -13,7 +13,16 @@ class Shape:
     head_dim: int
 
 
-SHAPES = {shape.name: shape for shape in (Shape("Llama-3.1-8B, Qwen3-8B", 8, 4, 128), Shape("SmolLM2-135M", 3, 3, 64))}
+EIGHT, SMALL = "Llama-3.1-8B, Qwen3-8B", "SmolLM2-135M"
+
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        Shape(EIGHT, 8, 4, 128),
+        Shape(SMALL, 3, 3, 64),
+        *(Shape(f"{EIGHT} over {n} devices", 8 // n, 4, 128) for n in (2, 4, 8)),
+    )
+}
 
 VERIFY, PEER, PREFILL, WRITE, MOVE = (
     "verify_attention",
@@ -74,28 +83,27 @@ def step_jobs(*, quick: bool) -> list[StepJob]:
 
 def kernel_jobs(*, quick: bool) -> list[KernelJob]:
     """All kernels; `quick`: each once."""
-    eight, small = SHAPES
     if quick:
         return [
-            KernelJob(VERIFY, eight, 8),
-            KernelJob(VERIFY, small, 5, tree=True, dtype="float32", page_size=16),
-            KernelJob(PREFILL, eight, 256),
-            KernelJob(WRITE, eight, 8),
-            KernelJob(MOVE, eight, 4),
+            KernelJob(VERIFY, EIGHT, 8),
+            KernelJob(VERIFY, SMALL, 5, tree=True, dtype="float32", page_size=16),
+            KernelJob(PREFILL, EIGHT, 256),
+            KernelJob(WRITE, EIGHT, 8),
+            KernelJob(MOVE, EIGHT, 4),
         ]
-    jobs = [KernelJob(VERIFY, eight, width) for width in (1, 4, 8, 16, 32)]
-    jobs += [KernelJob(VERIFY, eight, width, page_size=64) for width in (8, 16)]
+    jobs = [KernelJob(VERIFY, EIGHT, width) for width in (1, 4, 8, 16, 32)]
+    jobs += [KernelJob(VERIFY, EIGHT, width, page_size=64) for width in (8, 16)]
     jobs += [
-        KernelJob(VERIFY, eight, 8, tree=True),
-        KernelJob(VERIFY, eight, 8, window=1024),
-        KernelJob(VERIFY, eight, 8, soft_cap=30.0),
-        KernelJob(VERIFY, eight, 8, page_size=16),
-        KernelJob(VERIFY, eight, 8, page_size=256),
+        KernelJob(VERIFY, EIGHT, 8, tree=True),
+        KernelJob(VERIFY, EIGHT, 8, window=1024),
+        KernelJob(VERIFY, EIGHT, 8, soft_cap=30.0),
+        KernelJob(VERIFY, EIGHT, 8, page_size=16),
+        KernelJob(VERIFY, EIGHT, 8, page_size=256),
     ]
-    jobs += [KernelJob(VERIFY, small, width) for width in (1, 8, 16)]
-    jobs += [KernelJob(VERIFY, small, 8, dtype="float32")]
-    jobs += [KernelJob(PEER, eight, width) for width in (1, 4, 8, 16)]
-    jobs += [KernelJob(PEER, eight, 8, page_size=64), KernelJob(PEER, small, 8)]
-    for shape in (eight, small):
+    jobs += [KernelJob(VERIFY, SMALL, width) for width in (1, 8, 16)]
+    jobs += [KernelJob(VERIFY, SMALL, 8, dtype="float32")]
+    jobs += [KernelJob(PEER, EIGHT, width) for width in (1, 4, 8, 16)]
+    jobs += [KernelJob(PEER, EIGHT, 8, page_size=64), KernelJob(PEER, SMALL, 8)]
+    for shape in (EIGHT, SMALL):
         jobs += [KernelJob(PREFILL, shape, 256), KernelJob(WRITE, shape, 8), KernelJob(MOVE, shape, 4)]
     return jobs

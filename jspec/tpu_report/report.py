@@ -85,7 +85,7 @@ def write_json(path: pathlib.Path, results: Sequence[KernelResult], steps: Seque
     chips = {name: dataclasses.asdict(CHIPS[name]) for name in dict.fromkeys(r.chip for r in results)}
     body: dict[str, Any] = {
         "modelled": True,
-        "date": _today(),
+        "date": today(),
         "versions": versions(),
         "chips": chips,
         "kernels": found,
@@ -104,7 +104,7 @@ def write_markdown(
 ) -> None:
     """A page for people."""
     lines = ["# Kernels of jspec on TPUs, modelled", "", EXPLAINED, ""]
-    lines += [", ".join(f"{name} {version}" for name, version in versions().items()) + f"; {_today()}.", ""]
+    lines += [", ".join(f"{name} {version}" for name, version in versions().items()) + f"; {today()}.", ""]
     lines += [f"![Roofline]({plot.name})", "", *_markdown_table(HEADINGS, map(row, results)), ""]
     if steps:
         lines += ["## Programs of an engine's steps", "", *_markdown_table(STEP_HEADINGS, map(step_row, steps)), ""]
@@ -154,5 +154,5 @@ def draw_roofline(path: pathlib.Path, results: Sequence[KernelResult]) -> None:
     plt.close(figure)
 
 
-def _today() -> str:
+def today() -> str:
     return datetime.date.today().isoformat()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from pallas_kernels.pools import LAYER, attend, make_pool, quick_jit
 
-from jspec.pallas_kernels.block_sizes import BlockSizes, block_sizes, pages_at_once, tile_lines, vmem_bytes
+from jspec.pallas_kernels.block_sizes import BlockSizes, _table, block_sizes, pages_at_once, tile_lines, vmem_bytes
 from jspec.pallas_kernels.interpret import INTERPRET
 from jspec.pallas_kernels.prefill_attention import kernel as prefill_kernel
 from jspec.pallas_kernels.prefill_attention import prefill_attention
@@ -252,6 +252,16 @@ def test_blocks_are_whole_pages_and_whole_lanes(page_size, block_len):
     pages, tail = pages_at_once(BlockSizes(block_len=block_len, heads_at_once=1), page_size)
     assert pages * page_size % 128 == 0 and tail * page_size % 128 == 0 and pages % tail == 0
     assert pages * page_size <= max(block_len, np.lcm(page_size, 128))
+
+
+def test_the_table_decides_for_a_chip_that_it_names():
+    pages = jax.ShapeDtypeStruct((1, 9, 8, 128, 256), jnp.bfloat16)
+    named, other = (block_sizes(pages, lines=64, max_len=4096, chip=chip) for chip in ("v5p", "v9"))
+    assert (named.block_len, named.heads_at_once) != (other.block_len, other.heads_at_once)
+    assert other == block_sizes(pages, lines=64, max_len=4096)
+    assert block_sizes(pages, lines=64, max_len=200, chip="v5p").block_len == 256
+    for (_, heads, _, _, lines), sizes in _table().items():
+        assert sizes.block_len in (512, 1024, 2048) and 1 <= sizes.heads_at_once <= heads and lines % 16 == 0
 
 
 @pytest.mark.parametrize("heads", [1, 8, 32])
