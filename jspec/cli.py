@@ -111,6 +111,7 @@ def generate(
         str | None,
         typer.Option(help='"xla", "pallas" or "pallas_interpret"; by default "pallas" on a TPU, "xla" elsewhere.'),
     ] = None,
+    tensor_parallel: Annotated[int, typer.Option(help="Devices that share the model.")] = EngineConfig.tensor_parallel,
     checked: Annotated[bool, typer.Option("--checked", help="Check every invariant after every transition.")] = False,
     stream: Annotated[bool, typer.Option("--stream", help="Print text as it comes (without --json).")] = False,
     chat: Annotated[
@@ -157,6 +158,7 @@ def generate(
             kv_tokens=kv_tokens,
             overlap=overlap,
             kernels=kernels,
+            tensor_parallel=tensor_parallel,
             checked=checked,
         )
         generation = Generation(

@@ -150,7 +150,7 @@ class EngineConfig:
     kv_tokens: int | None = None
     """Size of the KV pool. None: what `kv_memory_bytes` holds, and no more than `max_running` requests of `context_len` can use."""
     kv_memory_bytes: int | None = None
-    """Memory for the KV pool. None: the device's free memory, less a tenth, where the device tells it; a quarter of the machine's memory elsewhere."""
+    """Memory of each device for the KV pool. None: the device's free memory, less a tenth, where the device tells it; a quarter of the machine's memory elsewhere."""
     max_prefill_tokens: int | None = None
     """Most prompt tokens in one EXTEND batch. None: `context_len`, at most 2048. A longer prompt runs alone."""
     batch_buckets: tuple[int, ...] | None = None
@@ -162,6 +162,8 @@ class EngineConfig:
     kernels: str | None = None
     """What runs attention, the KV write and the move of an accepted path: "xla", "pallas" (TPU) or "pallas_interpret" (any machine, slow). None:
     "pallas" on a TPU, "xla" elsewhere."""
+    tensor_parallel: int = 1
+    """Devices that share the model: each holds a part of every layer's heads and MLP, of the vocabulary and of the KV pool. Must divide them."""
     seed: int = 0
     """Seeds the requests that bring no seed of their own."""
     checked: bool = False
@@ -192,6 +194,7 @@ class EngineConfig:
         object.__setattr__(self, "adaptive_steps", _as_adaptive_steps(self.adaptive_steps))
         _check_int("page_size", self.page_size, 1, MAX_PAGE_SIZE)
         _check_int("max_running", self.max_running, 1, 4096)
+        _check_int("tensor_parallel", self.tensor_parallel, 1)
         if self.context_len is not None:
             _check_int("context_len", self.context_len, 2, why="a prompt token and one output token")
         for field in ("kv_tokens", "kv_memory_bytes", "max_prefill_tokens"):

@@ -31,7 +31,14 @@ def stub_target(context_len: int) -> TargetModel:
         raise AssertionError("the stub worker runs no model")
 
     return TargetModel(
-        facts=facts, params=(), init_kv=nothing, forward=nothing, logits=nothing, embedding=nothing, head=nothing
+        facts=facts,
+        params=(),
+        init_kv=nothing,
+        forward=nothing,
+        logits=nothing,
+        move_kv=nothing,
+        embedding=nothing,
+        head=nothing,
     )
 
 

@@ -17,6 +17,7 @@ from jspec.engine.outputs import FINISH_NAMES, Emission, Emissions, RequestOutpu
 from jspec.engine.pool import num_kv_pages
 from jspec.engine.programs import DecodeKey, ExtendKey, Programs, use_compilation_cache
 from jspec.models.loading import load_model
+from jspec.models.parallel import num_devices, replicate
 from jspec.models.target import TargetModel
 from jspec.models.tokenizer import Tokenizer
 from jspec.scheduler import (
@@ -83,14 +84,20 @@ class Engine:
         if worker is None:
             check_algorithm(config)
         if target is None:
-            loaded = load_model(config.model, kernels=config.kernels)
+            loaded = load_model(config.model, kernels=config.kernels, tensor_parallel=config.tensor_parallel)
             target, tokenizer = loaded.target, tokenizer or loaded.tokenizer
         if config.kernels is not None and target.kernels != config.kernels:
             raise ValueError(
                 f"kernels={config.kernels!r}, but the given target runs {target.kernels!r}: build it with the same, or leave kernels out"
             )
+        if config.tensor_parallel not in (1, num_devices(target.mesh)):
+            raise ValueError(
+                f"tensor_parallel={config.tensor_parallel}, but the given target is shared by {num_devices(target.mesh)}: "
+                "build it with the same, or leave tensor_parallel out"
+            )
         self.target, self.tokenizer = target, tokenizer
-        self.worker = worker = worker or build_worker(target, config)
+        worker = worker or build_worker(target, config)
+        self.worker = worker = worker._replace(params=replicate(worker.params, target.mesh))
         facts = target.facts
         if config.context_len is not None and config.context_len > facts.context_len:
             raise ValueError(
@@ -108,7 +115,7 @@ class Engine:
             config,
             self.limits,
             vocab_size=facts.vocab_size,
-            kv_bytes_per_token=facts.kv_bytes_per_token + worker.draft_kv_bytes_per_token,
+            kv_bytes_per_token=facts.kv_bytes_per_token // num_devices(target.mesh) + worker.draft_kv_bytes_per_token,
             verify_width=worker.verify_width,
         )
         state = init_state(
@@ -126,11 +133,17 @@ class Engine:
         )
         self._rules = DepthRules(slots=config.adaptive_steps)
         depths = initial_depths(self._rules, worker.depths[-1])
-        self._loop = Loop(state, worker.init(sizes), (), (), depths)
+        self._loop = Loop(state, replicate(worker.init(sizes), target.mesh), (), (), depths)
         self._buckets = make_buckets(config, self.limits, pages_per_row=pages_per_row)
         pages = max_new_pages(alloc_len=worker.alloc_len, depth=self.limits.depth, page_size=config.page_size)
         self._programs = Programs(
-            worker, self._loop.device, self._buckets, max_new_pages=pages, page_size=config.page_size, progress=progress
+            worker,
+            self._loop.device,
+            self._buckets,
+            max_new_pages=pages,
+            page_size=config.page_size,
+            mesh=target.mesh,
+            progress=progress,
         )
         self._logs = TokenLogs(sizes.num_rows, self.limits, worker.output_stride)
         self._requests: dict[int, Request] = {}

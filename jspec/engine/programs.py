@@ -3,13 +3,14 @@
 import functools
 import itertools
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jspec.engine.buckets import Buckets
 from jspec.spec_workers.base import DeviceState, PhaseOutput, SpecWorker
@@ -60,7 +61,13 @@ def use_compilation_cache() -> Path:
 
 
 def _shapes(tree):
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)), tree)
+    """With where each leaf lies and how, which a compiled program must be told."""
+
+    def one(leaf):
+        where = leaf.format if isinstance(leaf, jax.Array) else None
+        return jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf), sharding=where)
+
+    return jax.tree.map(one, tree)
 
 
 def launch_functions(unpack, phase_fn, commit_fn, table_width: int) -> tuple[Callable, Callable | None]:
@@ -78,13 +85,35 @@ def launch_functions(unpack, phase_fn, commit_fn, table_width: int) -> tuple[Cal
     return phase, None if commit_fn is None else commit
 
 
-def _build(unpack, phase_fn, commit_fn, table_width: int, params, device, upload) -> Program:
+def jitted(
+    unpack, phase_fn, commit_fn, table_width: int, params, device, upload, mesh
+) -> Iterator[tuple[Callable, tuple[Any, ...]]]:
+    """The functions of a launch, the first and maybe the second, as `jit` has them, and the shapes of their arguments.
+
+    Args:
+        params, device: shapes, with where their leaves lie; the device state is donated, and stays where it is.
+        upload: its shape.
+        mesh: devices that share the model; what is not split lies whole on each. None: one.
+    """
     phase, commit = launch_functions(unpack, phase_fn, commit_fn, table_width)
-    compiled = jax.jit(phase, donate_argnums=1).lower(params, device, upload).compile()
-    if commit is None:
-        return Program(compiled, None)
     handoff = jax.eval_shape(phase, params, device, upload).handoff
-    return Program(compiled, jax.jit(commit, donate_argnums=1).lower(params, device, handoff).compile())
+    whole, where = None, None
+    if mesh is not None:
+        whole = NamedSharding(mesh, PartitionSpec())
+        where = jax.tree.map(lambda leaf: leaf.sharding, device)
+        upload, handoff = (
+            jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), tree)
+            for tree in (upload, handoff)
+        )
+    out = None if mesh is None else PhaseOutput(device=where, outcome=whole, handoff=whole)
+    yield jax.jit(phase, donate_argnums=1, out_shardings=out), (params, device, upload)
+    if commit is not None:
+        yield jax.jit(commit, donate_argnums=1, out_shardings=where), (params, device, handoff)
+
+
+def _build(*launch) -> Program:
+    phase, *commit = (function.lower(*arguments).compile() for function, arguments in jitted(*launch))
+    return Program(phase, *commit or [None])
 
 
 class Programs:
@@ -95,6 +124,7 @@ class Programs:
         device: the device state, for its shapes.
         buckets: sizes to build for.
         max_new_pages: `K` of a decode upload.
+        mesh: devices that share the model; None: one.
         progress: wraps the finished builds, `progress(iterable, total=n)`, for a progress bar.
     """
 
@@ -106,6 +136,7 @@ class Programs:
         *,
         max_new_pages: int,
         page_size: int,
+        mesh: Mesh | None = None,
         progress=None,
     ):
         params, shapes = _shapes(worker.params), _shapes(device)
@@ -114,14 +145,14 @@ class Programs:
             upload = jax.ShapeDtypeStruct((key.batch, DECODE_COLUMNS + max_new_pages), jnp.int32)
             verify = functools.partial(worker.verify_phase, depth=key.depth)
             jobs[key] = functools.partial(
-                _build, unpack_decode, verify, worker.commit_phase, key.table_width, params, shapes, upload
+                _build, unpack_decode, verify, worker.commit_phase, key.table_width, params, shapes, upload, mesh
             )
         for num_tokens in buckets.prefill_tokens:
             rows, width = buckets.prefill_rows, -(-num_tokens // page_size)
             unpack = functools.partial(unpack_extend, num_tokens=num_tokens, num_rows=rows)
             upload = jax.ShapeDtypeStruct((num_tokens + rows * (EXTEND_COLUMNS + width),), jnp.int32)
             jobs[ExtendKey(num_tokens, rows, width)] = functools.partial(
-                _build, unpack, worker.extend_phase, worker.extend_commit, width, params, shapes, upload
+                _build, unpack, worker.extend_phase, worker.extend_commit, width, params, shapes, upload, mesh
             )
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             futures = {pool.submit(job): key for key, job in jobs.items()}

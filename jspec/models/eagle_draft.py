@@ -11,10 +11,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from jax.sharding import Mesh
 
 from jspec.models.draft import DraftFacts, DraftModel
 from jspec.models.linear import project
 from jspec.models.llama import check_params, rms_norm
+from jspec.models.parallel import everywhere
 from jspec.models.rope import RopeScaling, angles, inverse_frequencies, rotate
 from jspec.pallas_kernels.paged_kv_write import init_kv_pages, paged_kv_write
 from jspec.pallas_kernels.pool_rules import validate_pool
@@ -209,6 +211,7 @@ def eagle_draft(
     token_ids: Any = None,
     kernels: str = "xla",
     dtype=jnp.float32,
+    mesh: Mesh | None = None,
 ) -> DraftModel:
     """A draft over `params`.
 
@@ -219,6 +222,7 @@ def eagle_draft(
       head: [Vd, H], the target's head, or the rows of it at `token_ids`; not read by "eagle3".
       token_ids: i32[Vd], the target's id of each draft id; None: they are the same.
       kernels, dtype: as `llama_target`.
+      mesh: devices that share the target; each runs the whole draft.
     Raises:
       ValueError: a leaf is missing, unknown or of another shape.
     """
@@ -240,12 +244,14 @@ def eagle_draft(
         raise ValueError(
             f"token_ids (d2t) is missing: draft_vocab_size={config.draft_vocab_size} differs from vocab_size={config.vocab_size}"
         )
-    functions = _functions(config, kernels, dtype, token_ids is not None)
+    functions = _functions(config, kernels, dtype, token_ids is not None, mesh)
     return DraftModel(_facts(config, dtype), config, {"own": params, "shared": shared}, **functions)
 
 
 @functools.lru_cache(maxsize=32)
-def _functions(config: EagleConfig, kernels: str, dtype: Any, mapped: bool) -> dict[str, Callable[..., Any]]:
+def _functions(
+    config: EagleConfig, kernels: str, dtype: Any, mapped: bool, mesh: Mesh | None
+) -> dict[str, Callable[..., Any]]:
     """The same objects for the same arguments, so that drafts of one shape share their compiled programs."""
     draft = EagleDraft(config, dtype)
     scale = config.head_dim**-0.5
@@ -267,25 +273,20 @@ def _functions(config: EagleConfig, kernels: str, dtype: Any, mapped: bool) -> d
     def project_out(params, residual, mixed, *, module: int = 0):
         return apply(params, residual, mixed, module, method="project_out")
 
+    def attend(q, k, v, batch: ForwardBatch, kv_pages, *, layer: int):
+        kv_pages = paged_kv_write(kv_pages, k, v, batch.slots, layer=layer, backend=kernels)
+        rows = (kv_pages, batch.page_table, batch.prefix_lens, batch.extend_lens)
+        options = {"layer": layer, "scale": scale, "backend": kernels}
+        if batch.query_len is None:
+            return prefill_attention(q, *rows, **options), kv_pages
+        q, nodes = q.reshape(-1, batch.query_len, *q.shape[1:]), {"ancestors": batch.ancestors}
+        return verify_attention(q, *rows, **nodes, query_start=batch.query_start, **options), kv_pages
+
     def forward(params, token_ids, hidden, batch: ForwardBatch, kv_pages, *, module: int = 0):
         heads, residual = project_in(params, token_ids, hidden, module=module)
         cos, sin = rope(config, batch.positions)
         q, k, v = split_heads(config, heads, cos, sin, dtype)
-        kv_pages = paged_kv_write(kv_pages, k, v, batch.slots, layer=module, backend=kernels)
-        rows = (kv_pages, batch.page_table, batch.prefix_lens, batch.extend_lens)
-        if batch.query_len is None:
-            mixed = prefill_attention(q, *rows, layer=module, scale=scale, backend=kernels)
-        else:
-            q = q.reshape(-1, batch.query_len, config.num_heads, config.head_dim)
-            mixed = verify_attention(
-                q,
-                *rows,
-                ancestors=batch.ancestors,
-                query_start=batch.query_start,
-                layer=module,
-                scale=scale,
-                backend=kernels,
-            )
+        mixed, kv_pages = everywhere(mesh, functools.partial(attend, layer=module))(q, k, v, batch, kv_pages)
         return project_out(params, residual, mixed.reshape(residual.shape[0], -1), module=module), kv_pages
 
     def logits(params, hidden, *, module: int = 0):

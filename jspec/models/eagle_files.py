@@ -73,7 +73,16 @@ def load_draft(path: str | os.PathLike[str], target: TargetModel, *, dtype: Any 
         head = target.head(target.params)
         head = head if token_ids is None else head[token_ids]
     embed = target.embedding(target.params)
-    return eagle_draft(config, params, embed=embed, head=head, token_ids=token_ids, kernels=target.kernels, dtype=dtype)
+    return eagle_draft(
+        config,
+        params,
+        embed=embed,
+        head=head,
+        token_ids=token_ids,
+        kernels=target.kernels,
+        dtype=dtype,
+        mesh=target.mesh,
+    )
 
 
 def save_draft(

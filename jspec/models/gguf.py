@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import tokenizers
+from jax.sharding import Mesh
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from jspec.models import llama_weights
@@ -34,7 +35,9 @@ _INNER = {
 }
 
 
-def load_gguf(path: str | os.PathLike[str], dtype: Any) -> tuple[LlamaConfig, dict[str, Any], Tokenizer | None]:
+def load_gguf(
+    path: str | os.PathLike[str], dtype: Any, mesh: Mesh | None = None
+) -> tuple[LlamaConfig, dict[str, Any], Tokenizer | None]:
     """(config, params of `Llama(config, dtype)`, tokenizer or None where there is none) of a GGUF file.
 
     Raises:
@@ -59,7 +62,7 @@ def load_gguf(path: str | os.PathLike[str], dtype: Any) -> tuple[LlamaConfig, di
             return _rotate_half_rows(values, config.num_heads)
         return _rotate_half_rows(values, config.num_kv_heads) if name.endswith("k_proj.weight") else values
 
-    return config, llama_weights.fuse(config, read, dtype), tokenizer
+    return config, llama_weights.fuse(config, read, dtype, mesh), tokenizer
 
 
 def config_from_gguf(file: GgufFile) -> LlamaConfig:

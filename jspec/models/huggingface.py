@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import safetensors
 import tokenizers
+from jax.sharding import Mesh
 
 from jspec.models import llama_weights
 from jspec.models.huggingface_config import config_from_huggingface
@@ -19,7 +20,9 @@ _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _FLOATS = ("F32", "F16", "BF16")
 
 
-def load_huggingface(path: str | os.PathLike[str], dtype: Any) -> tuple[LlamaConfig, dict[str, Any], Tokenizer | None]:
+def load_huggingface(
+    path: str | os.PathLike[str], dtype: Any, mesh: Mesh | None = None
+) -> tuple[LlamaConfig, dict[str, Any], Tokenizer | None]:
     """(config, params of `Llama(config, dtype)`, tokenizer or None where the directory has none).
 
     Raises:
@@ -44,7 +47,7 @@ def load_huggingface(path: str | os.PathLike[str], dtype: Any) -> tuple[LlamaCon
         with _open(where[name]) as tensors:
             return np.asarray(tensors.get_tensor(name))
 
-    return config, llama_weights.fuse(config, read, dtype), tokenizer
+    return config, llama_weights.fuse(config, read, dtype, mesh), tokenizer
 
 
 def tokenizer_from_huggingface(folder: pathlib.Path, eos_token_ids: tuple[int, ...]) -> Tokenizer | None:

@@ -8,11 +8,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jspec.config import KERNEL_BACKENDS
 from jspec.models.linear import project
+from jspec.models.parallel import AXIS, POOL, part_of, specs, split
 from jspec.models.rope import RopeScaling, angles, inverse_frequencies, rotate
 from jspec.models.target import ForwardOutput, TargetFacts, TargetModel
+from jspec.pallas_kernels.kv_move import kv_move
 from jspec.pallas_kernels.paged_kv_write import init_kv_pages, paged_kv_write
 from jspec.pallas_kernels.pool_rules import validate_pool
 from jspec.pallas_kernels.prefill_attention import prefill_attention
@@ -79,6 +83,7 @@ class LlamaLayer(nn.Module):
     dtype: Any
     kernels: str
     index: int
+    axis: str | None = None
 
     def setup(self):
         c, init = self.config, nn.initializers.normal(0.02)
@@ -91,10 +96,14 @@ class LlamaLayer(nn.Module):
         """x[T, H] -> (x[T, H], kv_pages)."""
         eps = self.config.rms_norm_eps
         mixed, kv_pages = self.attend(rms_norm(x, norms[0], eps), kv_pages, batch, cos, sin, qkv_bias, qk_norms)
-        x = x + project(mixed, self.o).astype(self.dtype)
+        x = x + self.summed(project(mixed, self.o)).astype(self.dtype)
         gate, up = jnp.split(project(rms_norm(x, norms[1], eps), self.gate_up), 2, axis=-1)
-        x = x + project((nn.silu(gate) * up).astype(self.dtype), self.down).astype(self.dtype)
+        x = x + self.summed(project((nn.silu(gate) * up).astype(self.dtype), self.down)).astype(self.dtype)
         return x, kv_pages
+
+    def summed(self, part):
+        """A product of which each device has a part."""
+        return part if self.axis is None else lax.psum(part, self.axis)
 
     def attend(self, x, kv_pages, batch: ForwardBatch, cos, sin, qkv_bias, qk_norms):
         """x[T, H] -> (attention output[T, Hq * D], kv_pages with this layer's KV written)."""
@@ -121,18 +130,22 @@ class LlamaLayer(nn.Module):
 
 
 class Llama(nn.Module):
-    """The whole model. Big matrices are one leaf a layer, since a slice of a stacked one is a copy on CPU; vectors are stacked."""
+    """The whole model, or with the name of a mesh axis the part of it that one device runs.
+
+    Big matrices are one leaf a layer, since a slice of a stacked one is a copy on CPU; vectors are stacked.
+    """
 
     config: LlamaConfig
     dtype: Any
     kernels: str = "xla"
+    axis: str | None = None
 
     def setup(self):
         c, none = self.config, [None] * self.config.num_layers
         normal, ones, zeros = nn.initializers.normal(0.02), nn.initializers.ones, nn.initializers.zeros
         self.embed = self.param("embed", normal, (c.vocab_size, c.hidden_size), self.dtype)
         self.head = self.embed if c.tie_embeddings else self.param("head", normal, self.embed.shape, self.dtype)
-        self.layer = [LlamaLayer(c, self.dtype, self.kernels, i) for i in range(c.num_layers)]
+        self.layer = [LlamaLayer(c, self.dtype, self.kernels, i, self.axis) for i in range(c.num_layers)]
         self.norms = self.param("norms", ones, (c.num_layers, 2, c.hidden_size), jnp.float32)
         self.final_norm = self.param("final_norm", ones, (c.hidden_size,), jnp.float32)
         bias_shape, norm_shape = (c.num_layers, c.qkv_heads * c.head_dim), (c.num_layers, 2, c.head_dim)
@@ -143,7 +156,7 @@ class Llama(nn.Module):
         """See `TargetModel.forward`."""
         c = self.config
         cos, sin = angles(batch.positions, inverse_frequencies(c.head_dim, c.rope_theta, c.rope_scaling))
-        x = jnp.take(self.embed, batch.input_ids, axis=0, mode="clip")
+        x = self.embedded(batch.input_ids)
         after = []
         # Unrolled: a scan over layers would copy the weights and the pool on CPU.
         for i, layer in enumerate(self.layer):
@@ -152,6 +165,15 @@ class Llama(nn.Module):
         captured = [after[i] for i in capture_layers]
         stacked = jnp.stack(captured, axis=1) if captured else jnp.zeros((x.shape[0], 0, c.hidden_size), x.dtype)
         return ForwardOutput(rms_norm(x, self.final_norm, c.rms_norm_eps), stacked, kv_pages)
+
+    def embedded(self, ids):
+        """Rows of the embedding table; of a device's part of it, added up: each row lies on one device."""
+        if self.axis is None:
+            return jnp.take(self.embed, ids, axis=0, mode="clip")
+        size = self.embed.shape[0]
+        ids = jnp.clip(ids, 0, size * lax.axis_size(self.axis) - 1) - size * lax.axis_index(self.axis)
+        rows = jnp.take(self.embed, ids, axis=0, mode="clip")
+        return lax.psum(jnp.where(((ids >= 0) & (ids < size))[:, None], rows, 0), self.axis)
 
     def declare(self) -> None:
         """Declares every parameter: what `init` needs to run, in place of a forward."""
@@ -165,7 +187,7 @@ class Llama(nn.Module):
 
 
 def llama_target(
-    config: LlamaConfig, params: Mapping[str, Any], *, kernels: str = "xla", dtype=jnp.float32
+    config: LlamaConfig, params: Mapping[str, Any], *, kernels: str = "xla", dtype=jnp.float32, mesh: Mesh | None = None
 ) -> TargetModel:
     """A target model over `params`.
 
@@ -174,35 +196,30 @@ def llama_target(
       params: the linen tree of `Llama(config, dtype)`; `llama_weights.fuse` makes one from a checkpoint.
       kernels: which implementation the kernels run: "xla", "pallas" or "pallas_interpret".
       dtype: of weights, activations and the KV pool: f32 or bf16. Products accumulate in f32, norms and logits are f32.
+      mesh: devices that share the model, where `parallel.place_params` put the parameters; None: one device.
     Raises:
-      ValueError: `kernels` is unknown, or a leaf is missing, unknown or of another shape.
+      ValueError: `kernels` is unknown, the devices cannot share the model, or a leaf is missing, unknown or of another shape.
     """
     if kernels not in KERNEL_BACKENDS:
         raise ValueError(f"{kernels=} is unknown: choose one of {KERNEL_BACKENDS}")
     dtype = jnp.dtype(dtype)
     check_params(params, param_shapes(config, dtype))
-    init_kv, forward, logits, embedding, head = _functions(config, kernels, dtype)
-    return TargetModel(
-        _facts(config, dtype),
-        params,
-        init_kv=init_kv,
-        forward=forward,
-        logits=logits,
-        embedding=embedding,
-        head=head,
-        kernels=kernels,
-        config=config,
-    )
+    functions = _functions(config, kernels, dtype, mesh)
+    return TargetModel(_facts(config, dtype), params, **functions, kernels=kernels, mesh=mesh, config=config)
 
 
 @functools.lru_cache(maxsize=32)
-def _functions(config: LlamaConfig, kernels: str, dtype: Any) -> tuple[Callable[..., Any], ...]:
-    """(init_kv, forward, logits, embedding, head). The same objects for the same arguments, so that models of one shape share their compiled programs."""
-    apply: Callable[..., Any] = Llama(config, dtype, kernels).apply
+def _functions(config: LlamaConfig, kernels: str, dtype: Any, mesh: Mesh | None) -> dict[str, Callable[..., Any]]:
+    """The same objects for the same arguments, so that models of one shape share their compiled programs."""
+    part = part_of(config, mesh)
+    apply: Callable[..., Any] = Llama(part, dtype, kernels, None if mesh is None else AXIS).apply
+    params_spec, whole = specs(param_shapes(config, dtype)), PartitionSpec()
 
     def init_kv(num_pages: int, page_size: int):
         validate_pool(page_size=page_size, head_dim=config.head_dim, dtype=dtype, backend=kernels)
-        return init_kv_pages(config.num_layers, num_pages, page_size, config.num_kv_heads, config.head_dim, dtype)
+        where = None if mesh is None else NamedSharding(mesh, POOL)
+        heads = config.num_kv_heads
+        return init_kv_pages(config.num_layers, num_pages, page_size, heads, config.head_dim, dtype, where=where)
 
     def forward(params, batch: ForwardBatch, kv_pages, *, capture_layers: tuple[int, ...] = ()) -> ForwardOutput:
         for i in capture_layers:
@@ -210,10 +227,23 @@ def _functions(config: LlamaConfig, kernels: str, dtype: Any) -> tuple[Callable[
                 raise ValueError(
                     f"{capture_layers=} must lie in 0..{config.num_layers - 1}: the model has {config.num_layers} layers"
                 )
-        return apply({"params": params}, batch, kv_pages, tuple(capture_layers))
+
+        @split(mesh, (params_spec, whole, POOL), ForwardOutput(whole, whole, POOL))
+        def run(params, batch, kv_pages):
+            return apply({"params": params}, batch, kv_pages, tuple(capture_layers))
+
+        return run(params, batch, kv_pages)
 
     def logits(params, hidden: jax.Array) -> jax.Array:
-        return apply({"params": params}, hidden, method="logits")
+        @split(mesh, (params_spec, whole), PartitionSpec(*[None] * (hidden.ndim - 1), AXIS))
+        def run(params, hidden):
+            return apply({"params": params}, hidden, method="logits")
+
+        return run(params, hidden)
+
+    @split(mesh, (POOL, whole, whole), POOL)
+    def move_kv(kv_pages, source, target):
+        return kv_move(kv_pages, source, target, backend=kernels)
 
     def embedding(params) -> jax.Array:
         return params["embed"]
@@ -221,7 +251,14 @@ def _functions(config: LlamaConfig, kernels: str, dtype: Any) -> tuple[Callable[
     def head(params) -> jax.Array:
         return params["embed" if config.tie_embeddings else "head"]
 
-    return init_kv, forward, logits, embedding, head
+    return {
+        "init_kv": init_kv,
+        "forward": forward,
+        "logits": logits,
+        "move_kv": move_kv,
+        "embedding": embedding,
+        "head": head,
+    }
 
 
 def _facts(config: LlamaConfig, dtype: Any) -> TargetFacts:

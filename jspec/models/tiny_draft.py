@@ -138,4 +138,5 @@ def _build(target: TargetModel, config: EagleConfig, params, options) -> DraftMo
         head=head if ids is None else head[jnp.asarray(ids)],
         token_ids=ids,
         kernels=target.kernels,
+        mesh=target.mesh,
     )

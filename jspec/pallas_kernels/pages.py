@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 
 def init_kv_pages(
-    num_layers: int, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int, dtype
+    num_layers: int, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int, dtype, *, where=None
 ) -> jax.Array:
-    """An empty pool of `num_pages` usable pages (ids 1 to `num_pages`) plus the sink, page 0."""
-    return jnp.zeros((num_layers, num_pages + 1, num_kv_heads, page_size, 2 * head_dim), dtype)
+    """An empty pool of `num_pages` usable pages (ids 1 to `num_pages`) plus the sink, page 0; `where`: a device or a sharding, None: the default."""
+    return jnp.zeros((num_layers, num_pages + 1, num_kv_heads, page_size, 2 * head_dim), dtype, device=where)

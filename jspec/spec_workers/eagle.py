@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jspec.future_map import stash
 from jspec.models.draft import DraftModel
 from jspec.models.target import TargetModel
-from jspec.pallas_kernels.kv_move import kv_move
 from jspec.spec_workers.accept import prefer_drafts
 from jspec.spec_workers.base import DeviceSizes, DeviceState, PhaseOutput, SpecWorker, VerifyKind, init_device
 from jspec.spec_workers.draft_sampling import best_tokens, draw_tokens
@@ -229,7 +228,7 @@ def eagle(
         source = row_slots(rows, seq_lens[:, None] + path, page_table, page_size=device.page_size)
         front = row_slots(rows, seq_lens[:, None] + place, page_table, page_size=device.page_size)
         front = jnp.where(place < accept_lens[:, None], front, 0)
-        kv_pages = kv_move(out.kv_pages, source.reshape(-1), front.reshape(-1), backend=target.kernels)
+        kv_pages = target.move_kv(out.kv_pages, source.reshape(-1), front.reshape(-1))
 
         device = dataclasses.replace(device, kv_pages=kv_pages, draft_kv_pages=draft_kv_pages)
         index = path + jnp.arange(rows.shape[0], dtype=jnp.int32)[:, None] * tree.tokens.shape[1]

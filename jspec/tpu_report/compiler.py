@@ -16,7 +16,7 @@ from typing import Any
 
 from jspec.tpu_report.chips import CHIPS
 from jspec.tpu_report.jobs import MOVE, PEER, PREFILL, SHAPES, VERIFY, WRITE, KernelJob
-from jspec.tpu_report.schedule import block_loop, read_loops
+from jspec.tpu_report.schedule import block_loop, estimated_cycles, read_loops
 
 _DUMP = "--xla_jf_dump_to={} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_static_gaps=true --xla_jf_dump_llo_pass_label_regex=final.*"
 
@@ -41,31 +41,30 @@ def run_steps(chip: str, job: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Figures of each program of a worker on a model."""
     import jax
 
-    from jspec.tpu_report.steps import StepJob, build, programs, weights_bytes
+    from jspec.tpu_report.steps import StepJob, build, mesh_size, programs
 
     step = StepJob(**job)
-    if (weights := weights_bytes(step.model)) > CHIPS[chip].hbm_gib << 30:
-        held = f"{weights / 2**30:.1f} GiB of weights, {CHIPS[chip].hbm_gib} GiB of memory"
-        yield {"program": "all", "error": f"one device does not hold it ({held}), and sharding is not implemented"}
-        return
-    worker = build(step)
-    mesh, everywhere = _mesh(chip)
+    mesh, _ = _mesh(chip, mesh_size(step, CHIPS[chip].hbm_gib << 30))
+    worker = build(step, mesh)
     with jax.sharding.set_mesh(mesh):
-        for name, function, arguments in programs(step, worker):
-            placed = jax.tree.map(
-                lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=everywhere), arguments
-            )
+        for name, function, arguments in programs(step, worker, mesh):
             started = time.monotonic()
             try:
-                traced = jax.jit(function, donate_argnums=1).trace(*placed)
-                compiled = traced.lower(lowering_platforms=("tpu",)).compile()
+                compiled = function.trace(*arguments).lower(lowering_platforms=("tpu",)).compile()
             except Exception as error:  # whatever the compiler refuses is a line of the report
-                yield {"program": name, "error": _first_line(error)}
+                yield {"program": name, "devices": mesh.size, "error": _first_line(error)}
                 continue
             pool = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(arguments[1].kv_pages))
             text = compiled.as_text()
-            found = {"pool_bytes": pool, "host_transfers": text.count("is_host_transfer=true"), "f64": "f64[" in text}
-            yield {"program": name, **_memory(compiled, started), **found}
+            yield {
+                "program": name,
+                "devices": mesh.size,
+                **_memory(compiled, started),
+                "pool_bytes": pool // mesh.size,
+                "host_transfers": text.count("is_host_transfer=true"),
+                "f64": "f64[" in text,
+                "xla_cycles": estimated_cycles(text),
+            }
 
 
 def _first_line(error: Exception) -> str:
@@ -83,14 +82,16 @@ def _memory(compiled: Any, started: float) -> dict[str, Any]:
     }
 
 
-def _mesh(chip: str) -> tuple[Any, Any]:
-    """A mesh of one device of the chip, and the sharding that puts an array there."""
+def _mesh(chip: str, size: int = 1) -> tuple[Any, Any]:
+    """A mesh of devices of the chip, and the sharding that puts an array on each."""
     import numpy as np
     from jax.experimental import topologies
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+    from jspec.models.parallel import AXIS
+
     devices = topologies.get_topology_desc(CHIPS[chip].topology, "tpu").devices
-    mesh = Mesh(np.array(devices[:1]), ("x",))
+    mesh = Mesh(np.array(devices[:size]), (AXIS,))
     return mesh, NamedSharding(mesh, PartitionSpec())
 
 
@@ -144,7 +145,7 @@ def _verify(job, shape, dtype, array, pool, rows):
     from jspec.pallas_kernels.verify_attention.kernel import verify_attention_kernel
 
     lines = tile_lines(job.width, shape.group, dtype)
-    sizes = block_sizes(pool, lines=lines, max_len=job.context, capacity=_vmem())
+    sizes = block_sizes(pool, lines=lines, max_len=job.context, **_chip())
     sizes = sizes._replace(
         block_len=job.block_len or sizes.block_len, heads_at_once=job.heads_at_once or sizes.heads_at_once
     )
@@ -160,10 +161,11 @@ def _verify(job, shape, dtype, array, pool, rows):
     return attend, (q, pool, *rows, *nodes), pages_at_once(sizes, job.page_size)[0] * job.page_size
 
 
-def _vmem() -> int:
+def _chip() -> dict[str, Any]:
     from jax.experimental.pallas import tpu as pltpu
 
-    return pltpu.get_tpu_info().vmem_capacity_bytes
+    info = pltpu.get_tpu_info()
+    return {"capacity": info.vmem_capacity_bytes, "chip": info.chip_version.value}
 
 
 def _prefill(job, shape, dtype, array, pool, rows):
@@ -176,7 +178,7 @@ def _prefill(job, shape, dtype, array, pool, rows):
 
     q = array(8 * job.width, shape.num_kv_heads * shape.group, shape.head_dim, of=dtype)
     lines = tile_lines(QUERY_BLOCK, shape.group, dtype)
-    sizes = block_sizes(pool, lines=lines, max_len=job.context, capacity=_vmem())
+    sizes = block_sizes(pool, lines=lines, max_len=job.context, **_chip())
     return attend, (q, pool, *rows), pages_at_once(sizes, job.page_size)[0] * job.page_size
 
 

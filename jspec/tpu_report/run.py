@@ -72,8 +72,12 @@ class StepResult(Compiled):
     model: str
     worker: str
     program: str
+    devices: int = 1
+    """That share the target; all bytes are those of one."""
     pool_bytes: int = 0
     """Of the target's KV pool."""
+    xla_cycles: int = 0
+    """By XLA's cost model, Pallas kernels left out, the body of a loop counted once."""
     host_transfers: int = 0
     f64: bool = False
 

@@ -47,6 +47,18 @@ def read_loops(lines: Iterable[str]) -> list[Loop]:
     return loops
 
 
+def estimated_cycles(program: str) -> int:
+    """Cycles that XLA's own cost model gives to a compiled program's operations, the body of a loop counted once. It knows nothing of Pallas kernels."""
+    inner = set(re.findall(r"(?:calls|to_apply)=%?([\w.-]+)", program))
+    total, counted = 0, False
+    for line in program.splitlines():
+        if found := re.match(r"(?:ENTRY )?%?([\w.-]+) \(.*\{$", line):
+            counted = found[1] not in inner
+        elif counted and (cycles := re.search(r'"estimated_cycles":"(\d+)"', line)):
+            total += int(cycles[1])
+    return total
+
+
 def block_loop(loops: Sequence[Loop]) -> Loop | None:
     """The loop over blocks of keys: the longest that starts copies and holds no other loop."""
     candidates = [loop for loop in loops if loop.copies and not loop.has_inner]

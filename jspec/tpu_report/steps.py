@@ -1,5 +1,6 @@
 """The programs of an engine's steps, without weights: what the report compiles for models too large for this machine."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -7,10 +8,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.layout import Format
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jspec.engine.programs import launch_functions
+from jspec.engine.programs import jitted
 from jspec.models.eagle_draft import EagleConfig, draft_param_shapes, eagle_draft
 from jspec.models.llama import LlamaConfig, llama_target, param_shapes
+from jspec.models.parallel import POOL, TABLE_LAYOUT, specs
 from jspec.models.target import TargetModel
 from jspec.scheduler.reserve import max_new_pages
 from jspec.spec_workers import EagleSizes, SpecWorker, eagle, multi_layer_eagle, ngram, plain
@@ -73,18 +77,42 @@ def _draft(target: TargetModel, kind: str):
         token_ids=np.arange(draft.draft_vocab_size) if kind == "eagle3" else None,
         kernels=target.kernels,
         dtype=jnp.bfloat16,
+        mesh=target.mesh,
     )
 
 
-def build(job: StepJob) -> SpecWorker:
-    """The worker, on the kernels of a TPU."""
+def mesh_size(job: StepJob, hbm_bytes: int) -> int:
+    """The fewest devices that hold weights and KV pool, with a fifth of their memory to spare."""
     config = MODELS[job.model]
-    target = llama_target(config, param_shapes(config, jnp.bfloat16), kernels="pallas", dtype=jnp.bfloat16)
+    pool = job.batch * job.context * 2 * config.num_layers * config.num_kv_heads * config.head_dim * 2
+    sizes = (n for n in range(1, config.num_kv_heads + 1) if config.num_kv_heads % n == 0)
+    return next((n for n in sizes if (weights_bytes(job.model) + pool) / n <= 0.8 * hbm_bytes), config.num_kv_heads)
+
+
+def build(job: StepJob, mesh: Mesh) -> SpecWorker:
+    """The worker, on the kernels of a TPU; a mesh of more than one device shares the target."""
+    config = MODELS[job.model]
+    params = placed_params(param_shapes(config, jnp.bfloat16), mesh)
+    target = llama_target(config, params, kernels="pallas", dtype=jnp.bfloat16, mesh=mesh if mesh.size > 1 else None)
     return WORKERS[job.worker](target)
 
 
-def programs(job: StepJob, worker: SpecWorker) -> Iterator[tuple[str, Callable, tuple[Any, ...]]]:
-    """Name, function and shapes of the arguments of each program; the second argument is the donated device state.
+def placed_params(shapes: Any, mesh: Mesh) -> Any:
+    """Where `parallel.place_params` puts parameters."""
+
+    def one(leaf, spec):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+
+    if mesh.size > 1:
+        return jax.tree.map(one, shapes, specs(shapes))
+    placed = jax.tree.map(lambda leaf: one(leaf, PartitionSpec()), shapes)
+    embed = placed["embed"]
+    by_rows = Format(TABLE_LAYOUT, embed.sharding)
+    return placed | {"embed": jax.ShapeDtypeStruct(embed.shape, embed.dtype, sharding=by_rows)}
+
+
+def programs(job: StepJob, worker: SpecWorker, mesh: Mesh) -> Iterator[tuple[str, Callable, tuple[Any, ...]]]:
+    """Name, `jit` function and shapes of the arguments of each program; the second argument is the donated device state.
 
     To be called with the mesh of a TPU in place: kernels ask it for the chip.
     """
@@ -97,26 +125,32 @@ def programs(job: StepJob, worker: SpecWorker) -> Iterator[tuple[str, Callable, 
         max_len=job.context + 64,
     )
     device = jax.eval_shape(functools.partial(worker.init, sizes))
-    params = _as_shapes(worker.params)
+    pool = NamedSharding(mesh, POOL if mesh.size > 1 else PartitionSpec())
+    device = _placed(dataclasses.replace(device, kv_pages=_placed(device.kv_pages, pool)), mesh)
+    params = _placed(worker.params, mesh)
 
     width = max_new_pages(alloc_len=worker.alloc_len, depth=1, page_size=job.page_size)
     upload = jax.ShapeDtypeStruct((job.batch, DECODE_COLUMNS + width), jnp.int32)
     verify = functools.partial(worker.verify_phase, depth=worker.depths[-1])
-    yield from _both("verify", unpack_decode, verify, worker.commit_phase, pages_per_row, params, device, upload)
+    yield from _named("verify", unpack_decode, verify, worker.commit_phase, pages_per_row, params, device, upload, mesh)
 
     rows, table = 8, job.prefill_tokens // job.page_size
     unpack = functools.partial(unpack_extend, num_tokens=job.prefill_tokens, num_rows=rows)
     upload = jax.ShapeDtypeStruct((job.prefill_tokens + rows * (EXTEND_COLUMNS + table),), jnp.int32)
-    yield from _both("prefill", unpack, worker.extend_phase, worker.extend_commit, table, params, device, upload)
+    yield from _named("prefill", unpack, worker.extend_phase, worker.extend_commit, table, params, device, upload, mesh)
 
 
-def _as_shapes(tree):
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
+def _placed(tree: Any, where: Mesh | NamedSharding) -> Any:
+    """Shapes that lie `where`, on each device of a mesh, but for those that say where they lie."""
+    whole = NamedSharding(where, PartitionSpec()) if isinstance(where, Mesh) else where
+
+    def one(leaf):
+        known = isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is not None
+        return leaf if known else jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole)
+
+    return jax.tree.map(one, tree)
 
 
-def _both(name, unpack, phase_fn, commit_fn, table_width, params, device, upload):
-    phase, commit = launch_functions(unpack, phase_fn, commit_fn, table_width)
-    yield f"{name}_phase", phase, (params, device, upload)
-    if commit is not None:
-        handoff = jax.eval_shape(phase, params, device, upload).handoff
-        yield f"{name}_commit", commit, (params, device, handoff)
+def _named(name, *launch):
+    for part, (function, arguments) in zip(("phase", "commit"), jitted(*launch), strict=False):
+        yield f"{name}_{part}", function, arguments
