@@ -87,7 +87,7 @@ def launch_functions(unpack, phase_fn, commit_fn, table_width: int) -> tuple[Cal
 
 def jitted(
     unpack, phase_fn, commit_fn, table_width: int, params, device, upload, mesh
-) -> Iterator[tuple[Callable, tuple[Any, ...]]]:
+) -> Iterator[tuple[Any, tuple[Any, ...]]]:
     """The functions of a launch, the first and maybe the second, as `jit` has them, and the shapes of their arguments.
 
     Args:
@@ -96,18 +96,19 @@ def jitted(
         mesh: devices that share the model; what is not split lies whole on each. None: one.
     """
     phase, commit = launch_functions(unpack, phase_fn, commit_fn, table_width)
-    handoff = jax.eval_shape(phase, params, device, upload).handoff
-    whole, where = None, None
+    whole, where, out = None, None, None
     if mesh is not None:
         whole = NamedSharding(mesh, PartitionSpec())
         where = jax.tree.map(lambda leaf: leaf.sharding, device)
-        upload, handoff = (
-            jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), tree)
-            for tree in (upload, handoff)
-        )
-    out = None if mesh is None else PhaseOutput(device=where, outcome=whole, handoff=whole)
+        out = PhaseOutput(device=where, outcome=whole, handoff=whole)
+
+    def placed(tree):
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), tree)
+
+    upload = placed(upload)
     yield jax.jit(phase, donate_argnums=1, out_shardings=out), (params, device, upload)
     if commit is not None:
+        handoff = placed(jax.eval_shape(phase, params, device, upload).handoff)
         yield jax.jit(commit, donate_argnums=1, out_shardings=where), (params, device, handoff)
 
 

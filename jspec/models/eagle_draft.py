@@ -276,11 +276,11 @@ def _functions(
     def attend(q, k, v, batch: ForwardBatch, kv_pages, *, layer: int):
         kv_pages = paged_kv_write(kv_pages, k, v, batch.slots, layer=layer, backend=kernels)
         rows = (kv_pages, batch.page_table, batch.prefix_lens, batch.extend_lens)
-        options = {"layer": layer, "scale": scale, "backend": kernels}
         if batch.query_len is None:
-            return prefill_attention(q, *rows, **options), kv_pages
-        q, nodes = q.reshape(-1, batch.query_len, *q.shape[1:]), {"ancestors": batch.ancestors}
-        return verify_attention(q, *rows, **nodes, query_start=batch.query_start, **options), kv_pages
+            return prefill_attention(q, *rows, layer=layer, scale=scale, backend=kernels), kv_pages
+        q, ancestors = q.reshape(-1, batch.query_len, *q.shape[1:]), batch.ancestors
+        nodes = {"ancestors": ancestors, "query_start": batch.query_start}
+        return verify_attention(q, *rows, **nodes, layer=layer, scale=scale, backend=kernels), kv_pages
 
     def forward(params, token_ids, hidden, batch: ForwardBatch, kv_pages, *, module: int = 0):
         heads, residual = project_in(params, token_ids, hidden, module=module)

@@ -248,7 +248,7 @@ def _kernel(
 
 
 def _chain_kernel(*refs, static: Static):
-    _kernel(*refs[:NUM_SCALARS], None, *refs[NUM_SCALARS:], static=static)
+    _kernel(*(*refs[:NUM_SCALARS], None, *refs[NUM_SCALARS:]), static=static)
 
 
 def blocked_attention_kernel(
@@ -327,10 +327,8 @@ def blocked_attention_kernel(
         table_width=page_table.shape[1],
     )
     one = pl.BlockSpec((1, num_kv_heads, lines, out_width), lambda core, step, *_: (core * per_core + step, 0, 0, 0))
-    kernel, inputs, specs = _kernel, [tile, pages], [one, pl.BlockSpec(memory_space=pl.ANY)]
-    if blocks.ancestors is None:
-        kernel = _chain_kernel
-    else:
+    inputs, specs = [tile, pages], [one, pl.BlockSpec(memory_space=pl.ANY)]
+    if blocks.ancestors is not None:
         # Transposed, as XLA keeps an array of so few columns: nothing is laid out anew.
         inputs.insert(0, blocks.ancestors.T)
         together = min(LANES, num_blocks)
@@ -342,7 +340,7 @@ def blocked_attention_kernel(
             ),
         )
     out = pl.pallas_call(
-        functools.partial(kernel, static=static),
+        functools.partial(_chain_kernel if blocks.ancestors is None else _kernel, static=static),
         out_shape=jax.ShapeDtypeStruct(tile.shape, q.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=NUM_SCALARS,

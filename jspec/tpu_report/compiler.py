@@ -16,7 +16,7 @@ from typing import Any
 
 from jspec.tpu_report.chips import CHIPS
 from jspec.tpu_report.jobs import MOVE, PEER, PREFILL, SHAPES, VERIFY, WRITE, KernelJob
-from jspec.tpu_report.schedule import block_loop, estimated_cycles, read_loops
+from jspec.tpu_report.schedule import block_loop, estimated_cycles, read_loops, row_bundles
 
 _DUMP = "--xla_jf_dump_to={} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_static_gaps=true --xla_jf_dump_llo_pass_label_regex=final.*"
 
@@ -111,9 +111,9 @@ def run_job(chip: str, job: KernelJob, dumps: pathlib.Path) -> dict[str, Any]:
     ]
     if block_tokens and files:
         with max(files, key=lambda f: f.stat().st_size).open() as lines:
-            loop = block_loop(read_loops(lines))
-        if loop:
-            result |= {"block_tokens": block_tokens, **dataclasses.asdict(loop)}
+            loops = read_loops(lines)
+        if loop := block_loop(loops):
+            result |= {"block_tokens": block_tokens, "row_bundles": row_bundles(loops), **dataclasses.asdict(loop)}
     return result
 
 

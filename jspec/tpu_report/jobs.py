@@ -1,6 +1,7 @@
 """What the report compiles: every kernel at shapes of real models, and JAX's public kernel at the same ones."""
 
 import dataclasses
+import itertools
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,13 +73,36 @@ class StepJob:
     prefill_tokens: int = 1024
 
 
-def step_jobs(*, quick: bool) -> list[StepJob]:
-    """Every worker on every model; `quick`: one of each."""
-    if quick:
-        return [StepJob("SmolLM2-135M", "eagle3, tree of 8")]
-    models = ("SmolLM2-135M", "Llama-3.1-8B", "Qwen3-8B")
-    workers = ("plain", "ngram", "eagle3, chain of 3", "eagle3, tree of 8", "multi-layer")
-    return [StepJob(model, worker) for model in models for worker in workers]
+VERIFIES = {"plain": 1, "verify of 8": 8}
+"""Workers that verify so many given tokens and do nothing else: what a verify costs."""
+
+
+def shape_of(model: str, devices: int) -> str:
+    """The name of the heads that one device has of a model."""
+    whole = SMALL if model == SMALL else EIGHT
+    return whole if devices == 1 else f"{whole} over {devices} devices"
+
+
+STEP_MODELS = (SMALL, "Llama-3.1-8B", "Qwen3-8B")
+
+STEP_WORKERS = (*VERIFIES, "ngram", "eagle3 chain of 3", "eagle3 tree of 8", "multi-layer")
+
+
+def step_jobs(models: str = "", workers: str = "") -> list[StepJob]:
+    """Every worker of a list such as "plain,ngram" on every model of another; "" is all of them.
+
+    Raises:
+      ValueError: a name is unknown.
+    """
+    chosen = (_named("models", models, STEP_MODELS), _named("workers", workers, STEP_WORKERS))
+    return [StepJob(model, worker) for model, worker in itertools.product(*chosen)]
+
+
+def _named(option: str, names: str, known: tuple[str, ...]) -> list[str]:
+    chosen = [name.strip() for name in names.split(",") if name.strip()] or list(known)
+    if unknown := [name for name in chosen if name not in known]:
+        raise ValueError(f"{option}={unknown[0]!r} is unknown: choose from {', '.join(known)}")
+    return chosen
 
 
 def kernel_jobs(*, quick: bool) -> list[KernelJob]:

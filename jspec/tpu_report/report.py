@@ -12,19 +12,28 @@ from typing import Any
 from jspec.tpu_report.chips import CHIPS
 from jspec.tpu_report.jobs import PEER, SHAPES, VERIFY
 from jspec.tpu_report.run import KernelResult, StepResult
+from jspec.tpu_report.step_time import StepTime, ratio
 
 HEADINGS = (
     "chip", "kernel", "heads", "case", "compiles", "temp bytes", "alias bytes", "block", "bundles", "per 512 tokens", "memory cycles", "share of HBM", "spills",
 )  # fmt: skip
 
 STEP_HEADINGS = (
-    "chip", "model", "worker", "program", "compiles", "KV pool", "aliased", "temp bytes", "temp / pool", "host transfers", "f64", "compile s",
+    "chip", "devices", "model", "worker", "program", "compiles", "KV pool", "aliased", "temp bytes", "temp / pool", "host transfers", "f64", "compile s",
 )  # fmt: skip
+
+TIME_HEADINGS = ("chip", "devices", "model", "W", "XLA us", "attention us", "sum us", "against W = 1")
 
 EXPLAINED = (
     "Modelled: compiled ahead of time, nothing here ran on a TPU. A bundle is one cycle where nothing stalls; memory cycles are those in which the "
     "bytes of one block of keys arrive at the peak bandwidth; the share is memory cycles / bundles, at most 1. The model sees no latency of copies, "
     "no bank conflict and no contention. Temp bytes of a call include what XLA does before and after the kernel."
+)
+
+
+TIMES_EXPLAINED = (
+    "XLA's operations by XLA's own cost model, which is pessimistic where memory is the bound; attention from its schedule. The KV write, the host and "
+    "what devices wait for each other are left out."
 )
 
 
@@ -59,9 +68,9 @@ def row(result: KernelResult) -> tuple[str, ...]:
 
 def step_row(result: StepResult) -> tuple[str, ...]:
     """One line of the table of steps, in the order of `STEP_HEADINGS`."""
-    start = (result.chip, result.model, result.worker, result.program)
+    start = (result.chip, str(result.devices), result.model, result.worker, result.program)
     if result.error:
-        return (*start, result.error, *("-" for _ in STEP_HEADINGS[5:]))
+        return (*start, result.error, *("-" for _ in STEP_HEADINGS[6:]))
     return (
         *start,
         "yes",
@@ -75,7 +84,27 @@ def step_row(result: StepResult) -> tuple[str, ...]:
     )
 
 
-def write_json(path: pathlib.Path, results: Sequence[KernelResult], steps: Sequence[StepResult] = ()) -> None:
+def time_row(times: Sequence[StepTime], time: StepTime) -> tuple[str, ...]:
+    """One line of the table of modelled times, in the order of `TIME_HEADINGS`."""
+    against = ratio(times, time)
+    return (
+        time.chip,
+        str(time.devices),
+        time.model,
+        str(time.width),
+        f"{time.xla_us:,.0f}",
+        f"{time.attention_us:,.0f}",
+        f"{time.total_us:,.0f}",
+        "-" if against is None else f"{against:.2f}",
+    )
+
+
+def write_json(
+    path: pathlib.Path,
+    results: Sequence[KernelResult],
+    steps: Sequence[StepResult] = (),
+    times: Sequence[StepTime] = (),
+) -> None:
     """All figures, with what they rest on."""
     found = []
     for result in results:
@@ -90,6 +119,7 @@ def write_json(path: pathlib.Path, results: Sequence[KernelResult], steps: Seque
         "chips": chips,
         "kernels": found,
         "steps": [dataclasses.asdict(step) for step in steps],
+        "times": [dataclasses.asdict(time) | {"against_width_1": ratio(times, time)} for time in times],
     }
     path.write_text(json.dumps(body, indent=1) + "\n")
 
@@ -100,7 +130,11 @@ def _markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> l
 
 
 def write_markdown(
-    path: pathlib.Path, results: Sequence[KernelResult], plot: pathlib.Path, steps: Sequence[StepResult] = ()
+    path: pathlib.Path,
+    results: Sequence[KernelResult],
+    plot: pathlib.Path,
+    steps: Sequence[StepResult] = (),
+    times: Sequence[StepTime] = (),
 ) -> None:
     """A page for people."""
     lines = ["# Kernels of jspec on TPUs, modelled", "", EXPLAINED, ""]
@@ -108,6 +142,16 @@ def write_markdown(
     lines += [f"![Roofline]({plot.name})", "", *_markdown_table(HEADINGS, map(row, results)), ""]
     if steps:
         lines += ["## Programs of an engine's steps", "", *_markdown_table(STEP_HEADINGS, map(step_row, steps)), ""]
+    if times:
+        rows = (time_row(times, time) for time in times)
+        lines += [
+            "## A verify, 16 rows of 4096 positions",
+            "",
+            TIMES_EXPLAINED,
+            "",
+            *_markdown_table(TIME_HEADINGS, rows),
+            "",
+        ]
     chips = [CHIPS[name] for name in dict.fromkeys(result.chip for result in results)]
     assumed = [
         (chip.name, f"{chip.clock_ghz} GHz", chip.clock_source, f"{chip.hbm_gb_per_s:,}", str(chip.cores))

@@ -37,6 +37,8 @@ class KernelResult(Compiled):
     block_tokens: int = 0
     """Tokens of one pass of the loop over blocks of keys; 0 where there is none, or its schedule could not be read."""
     bundles: int = 0
+    row_bundles: int = 0
+    """Those of a row beside the passes over whole blocks: its beginning, its last block, its end."""
     copies: int = 0
     spills: int = 0
 

@@ -59,6 +59,14 @@ def estimated_cycles(program: str) -> int:
     return total
 
 
+def row_bundles(loops: Sequence[Loop]) -> int:
+    """Bundles of the loop around that over blocks, each of its own loops once, without that one: what a row costs beside its whole blocks."""
+    block = block_loop(loops)
+    around = [loop for loop in loops if block and loop.has_inner and loop.depth < block.depth]
+    outer = max(around, key=lambda loop: (loop.depth, loop.bundles), default=None)
+    return outer.bundles - block.bundles if block and outer else 0
+
+
 def block_loop(loops: Sequence[Loop]) -> Loop | None:
     """The loop over blocks of keys: the longest that starts copies and holds no other loop."""
     candidates = [loop for loop in loops if loop.copies and not loop.has_inner]

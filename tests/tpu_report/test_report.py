@@ -94,8 +94,13 @@ def test_every_kernel_is_compiled():
         assert {job.kernel for job in kernel_jobs(quick=quick)} >= {VERIFY, PREFILL, WRITE, MOVE}
     widths = {job.width for job in kernel_jobs(quick=False) if job.kernel == VERIFY and job.shape == EIGHT}
     assert widths == {1, 4, 8, 16, 32}
-    assert {job.model for job in step_jobs(quick=False)} == set(MODELS)
-    assert {job.worker for job in step_jobs(quick=False)} == set(WORKERS)
+    assert {job.model for job in step_jobs()} == set(MODELS) and {job.worker for job in step_jobs()} == set(WORKERS)
+    assert [(job.model, job.worker) for job in step_jobs("Qwen3-8B", "plain, ngram")] == [
+        ("Qwen3-8B", "plain"),
+        ("Qwen3-8B", "ngram"),
+    ]
+    with pytest.raises(ValueError, match="workers='medusa' is unknown: choose from plain"):
+        step_jobs(workers="medusa")
 
 
 def test_pages(tmp_path):
@@ -112,7 +117,7 @@ def test_pages(tmp_path):
         StepResult("v5e", "SmolLM2-135M", "plain", "verify_phase", pool_bytes=1000, temp_bytes=25, alias_bytes=1001),
         StepResult("v5e", "Qwen3-8B", "plain", "all", error="one device does not hold it"),
     ]
-    assert len(step_row(steps[0])) == len(step_row(steps[1])) == len(STEP_HEADINGS) and step_row(steps[0])[8] == "2.5 %"
+    assert len(step_row(steps[0])) == len(step_row(steps[1])) == len(STEP_HEADINGS) and step_row(steps[0])[9] == "2.5 %"
     write_json(tmp_path / "report.json", results, steps)
     said = json.loads((tmp_path / "report.json").read_text())
     assert said["modelled"] and set(said["chips"]) == {"v5e", "v7x"} and said["chips"]["v5e"]["clock_source"]
