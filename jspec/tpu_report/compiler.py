@@ -16,7 +16,7 @@ from typing import Any
 
 from jspec.tpu_report.chips import CHIPS
 from jspec.tpu_report.jobs import MOVE, PEER, PREFILL, SHAPES, VERIFY, WRITE, KernelJob
-from jspec.tpu_report.schedule import block_loop, estimated_cycles, read_loops, row_bundles
+from jspec.tpu_report.schedule import block_loop, estimated_cycles, read_loops, row_bundles, run_loop
 
 _DUMP = "--xla_jf_dump_to={} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_static_gaps=true --xla_jf_dump_llo_pass_label_regex=final.*"
 
@@ -112,7 +112,7 @@ def run_job(chip: str, job: KernelJob, dumps: pathlib.Path) -> dict[str, Any]:
     if block_tokens and files:
         with max(files, key=lambda f: f.stat().st_size).open() as lines:
             loops = read_loops(lines)
-        if loop := block_loop(loops):
+        if loop := run_loop(loops, block_tokens) if job.kernel == WRITE else block_loop(loops):
             result |= {"block_tokens": block_tokens, "row_bundles": row_bundles(loops), **dataclasses.asdict(loop)}
     return result
 
@@ -184,10 +184,15 @@ def _prefill(job, shape, dtype, array, pool, rows):
 
 def _write(job, shape, dtype, array, pool, rows):
     from jspec.pallas_kernels.paged_kv_write import paged_kv_write
+    from jspec.pallas_kernels.paged_kv_write.kernel import block_rows
 
     tokens = job.batch * job.width
     kv = array(tokens, shape.num_kv_heads, shape.head_dim, of=dtype)
-    return lambda *a: paged_kv_write(*a, layer=1, backend="pallas"), (pool, kv, kv, array(tokens)), 0
+    return (
+        lambda *a: paged_kv_write(*a, layer=1, backend="pallas"),
+        (pool, kv, kv, array(tokens)),
+        block_rows(job.page_size),
+    )
 
 
 def _move(job, shape, dtype, array, pool, rows):

@@ -14,7 +14,7 @@ from typing import Any
 
 import jspec
 from jspec.tpu_report.chips import CHIPS, Chip
-from jspec.tpu_report.jobs import PEER, SHAPES, KernelJob, StepJob
+from jspec.tpu_report.jobs import PEER, SHAPES, WRITE, KernelJob, StepJob
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class KernelResult(Compiled):
     chip: str
     job: KernelJob
     block_tokens: int = 0
-    """Tokens of one pass of the loop over blocks of keys; 0 where there is none, or its schedule could not be read."""
+    """Tokens of one pass of the loop over blocks of keys, or of the KV write's over runs; 0 where there is none, or its schedule could not be read."""
     bundles: int = 0
     row_bundles: int = 0
     """Those of a row beside the passes over whole blocks: its beginning, its last block, its end."""
@@ -44,10 +44,11 @@ class KernelResult(Compiled):
 
     @property
     def block_bytes(self) -> int:
-        """Bytes that one pass of the loop fetches."""
+        """Bytes that one pass of the loop moves: the KV write takes its block in and puts it back."""
         shape = SHAPES[self.job.shape]
+        ways = 2 if self.job.kernel == WRITE else 1
         size = 4 if self.job.dtype == "float32" else 2
-        return self.block_tokens * shape.num_kv_heads * 2 * shape.head_dim * size
+        return ways * self.block_tokens * shape.num_kv_heads * 2 * shape.head_dim * size
 
     @property
     def bundles_per_512(self) -> float:
@@ -55,9 +56,9 @@ class KernelResult(Compiled):
 
     @property
     def memory_cycles(self) -> float:
-        """Cycles of one core in which the bytes of a block arrive. JAX's kernel runs on one core of a device, whatever its number."""
+        """Cycles of one core in which the bytes of a block arrive. JAX's kernel and the KV write run on one core of a device, whatever its number."""
         chip = CHIPS[self.chip]
-        cores = 1 if self.job.kernel == PEER else chip.cores
+        cores = 1 if self.job.kernel in (PEER, WRITE) else chip.cores
         return cores * self.block_bytes / chip.hbm_gb_per_s * chip.clock_ghz
 
     @property

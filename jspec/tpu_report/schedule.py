@@ -1,6 +1,7 @@
 """Reads the schedule that libtpu writes for a compiled kernel: the bundles that the chip would execute, one a cycle where nothing stalls."""
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Iterable, Sequence
 
@@ -57,6 +58,14 @@ def estimated_cycles(program: str) -> int:
         elif counted and (cycles := re.search(r'"estimated_cycles":"(\d+)"', line)):
             total += int(cycles[1])
     return total
+
+
+def run_loop(loops: Sequence[Loop], tokens: int) -> Loop | None:
+    """One pass of the loop over runs of the KV write: the innermost that starts copies around a loop, that over the tokens of a run, so often."""
+    for loop, inner in reversed(list(itertools.pairwise(loops))):
+        if loop.copies and loop.has_inner:
+            return dataclasses.replace(loop, bundles=loop.bundles + (tokens - 1) * inner.bundles)
+    return None
 
 
 def row_bundles(loops: Sequence[Loop]) -> int:

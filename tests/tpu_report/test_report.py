@@ -1,5 +1,6 @@
 """Reading schedules, what follows from them, and the pages made of it. Nothing is compiled here."""
 
+import dataclasses
 import json
 
 import pytest
@@ -7,19 +8,33 @@ from typer.testing import CliRunner
 
 from jspec.cli import app
 from jspec.tpu_report.chips import CHIPS, chips_named
-from jspec.tpu_report.jobs import MOVE, PEER, PREFILL, VERIFY, WRITE, KernelJob, kernel_jobs, step_jobs
+from jspec.tpu_report.jobs import (
+    MOVE,
+    PEER,
+    PREFILL,
+    SHAPES,
+    VERIFY,
+    WRITE,
+    KernelJob,
+    StepJob,
+    kernel_jobs,
+    shape_of,
+    step_jobs,
+)
 from jspec.tpu_report.report import (
     HEADINGS,
     STEP_HEADINGS,
     draw_roofline,
     row,
     step_row,
+    time_row,
     write_json,
     write_markdown,
 )
 from jspec.tpu_report.run import KernelResult, StepResult
-from jspec.tpu_report.schedule import Loop, block_loop, read_loops
-from jspec.tpu_report.steps import MODELS, WORKERS
+from jspec.tpu_report.schedule import Loop, block_loop, estimated_cycles, read_loops, row_bundles, run_loop
+from jspec.tpu_report.step_time import StepTime, attention_cycles, ratio
+from jspec.tpu_report.steps import MODELS, WORKERS, mesh_size
 
 # A kernel as libtpu prints it: an outer loop with a loop over blocks (copies, a delay slot, a spill) and one that only computes.
 BUNDLES = """\
@@ -55,6 +70,47 @@ def test_loops_of_a_schedule():
     ]
     assert block_loop(loops) == loops[1]
     assert block_loop(loops[2:]) is None and read_loops([]) == []
+    assert row_bundles(loops) == 13 - 6 and row_bundles(loops[1:]) == 0
+    assert run_loop(loops, 8).bundles == 13 + 7 * 6 and run_loop(loops[1:], 8) is None
+
+
+def test_cycles_of_xla_are_those_of_what_runs():
+    """Operations inside a fusion are part of it; a loop's body counts once."""
+    text = """\
+%fused (p: f32[8]) -> f32[8] {
+  %a = f32[8] add(%p, %p), backend_config={"estimated_cycles":"1000"}
+}
+%body (p: f32[8]) -> f32[8] {
+  %b = f32[8] fusion(%p), kind=kLoop, calls=%fused, backend_config={"flags":[],"estimated_cycles":"20"}
+}
+ENTRY %main (p: f32[8]) -> f32[8] {
+  %c = f32[8] while(%p), condition=%cond, body=%body
+  ROOT %d = f32[8] fusion(%c), calls=%fused, backend_config={"estimated_cycles":"3"}
+}
+"""
+    assert estimated_cycles(text) == 23
+
+
+def test_what_a_verify_costs_against_a_plain_step():
+    steps = [
+        StepResult("v5e", "Llama-3.1-8B", worker, "verify_phase", devices=2, xla_cycles=cycles)
+        for worker, cycles in (("plain", 1500), ("verify of 8", 3000))
+    ]
+    times = [
+        StepTime(s.chip, s.model, s.devices, w, s.xla_cycles / 1500, 1.0) for s, w in zip(steps, (1, 8), strict=True)
+    ]
+    assert [ratio(times, time) for time in times] == [1.0, 1.5] and ratio(times[1:], times[1]) is None
+    assert time_row(times, times[1]) == ("v5e", "2", "Llama-3.1-8B", "8", "2", "1", "3", "1.50")
+    # 64 rows of 4 blocks, each as slow as its bytes, and what a row costs beside.
+    result = dataclasses.replace(found("v5e"), row_bundles=100)
+    assert attention_cycles(result) == pytest.approx(64 * (4 * result.memory_cycles + 100))
+    assert shape_of("Qwen3-8B", 2) in SHAPES and shape_of("SmolLM2-135M", 1) == SMALL
+
+
+@pytest.mark.parametrize(("gib", "devices"), [(16, 2), (32, 1), (95, 1), (8, 4), (4, 8)])
+def test_the_smallest_mesh(gib, devices):
+    assert mesh_size(StepJob("Llama-3.1-8B", "plain"), gib << 30) == devices
+    assert mesh_size(StepJob("SmolLM2-135M", "plain"), gib << 30) == 1
 
 
 def found(chip="v7x", kernel=VERIFY, *, shape=EIGHT, width=8, tokens=1024, bundles=1500, **case):

@@ -4,6 +4,10 @@ A copy between HBM and VMEM moves whole tiles of `BLOCK_ROWS` tokens, so one tok
 its slot lies in, puts the token there and writes the block back. Tokens of one block must go through one such copy, or the later write
 would undo the earlier one. So the tokens are sorted by slot, and those of one block form a *run*; runs touch disjoint memory, and
 several are in flight at a time. A run that fills its block is not read first.
+
+It stays apart from attention. A run of 8 tokens is 328 bundles on v5e and 287 on v7x (modelled, 8 KV heads of 128 in bfloat16), a verify of 8 tokens at most
+two runs a row: 2 % and 6 % of what attention takes for 4096 positions. To hide that, attention would have to hold back the copies that it runs ahead over
+the rows to come, whose last page is not written yet.
 """
 
 import functools
