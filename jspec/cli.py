@@ -82,6 +82,7 @@ def generate(
     min_p: Annotated[float, typer.Option(help="Keep tokens at least this likely, relative to the best.")] = 0.0,
     seed: Annotated[int | None, typer.Option(help="Fixes every request's tokens, whatever runs beside it.")] = None,
     stop_token_id: Annotated[list[int] | None, typer.Option(help="A token that ends a request; repeatable.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="A string that ends a request's text; repeatable.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Decode to --max-new-tokens.")] = False,
     draft: Draft = None,
     num_steps: NumSteps = None,
@@ -139,6 +140,7 @@ def generate(
             min_p=min_p,
             seed=seed,
             stop_token_ids=tuple(stop_token_id or ()),
+            stop=tuple(stop or ()),
             ignore_eos=ignore_eos,
         )
         config = EngineConfig(

@@ -139,7 +139,7 @@ class Generation:
             for emission in self._engine.step():
                 text = ""
                 if stream and not as_json:
-                    decoder = streams.setdefault(emission.rid, self._tokenizer.stream())
+                    decoder = streams.setdefault(emission.rid, self._tokenizer.stream(stop=self._params.stop))
                     text = decoder.push(emission.token_ids) + (decoder.flush() if emission.output else "")
                 elif emission.output is not None:
                     text = self._json(emission.output) if as_json else emission.output.text or ""

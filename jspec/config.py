@@ -42,6 +42,15 @@ def _as_ints(field: str, values, low: int) -> tuple[int, ...]:
     return values
 
 
+def _as_strings(field: str, values) -> tuple[str, ...]:
+    strings = (values,) if isinstance(values, str) else tuple(values) if isinstance(values, Iterable) else (None,)
+    if not all(isinstance(value, str) for value in strings):
+        raise TypeError(f"{field}={values!r} must be a string or a sequence of strings")
+    if "" in strings:
+        raise ValueError(f"{field}={strings!r} holds an empty string, which every text holds: leave it out")
+    return strings
+
+
 def _as_adaptive_steps(slots) -> tuple[tuple[int, tuple[int, ...]], ...]:
     """(first batch size, depths) of each slot, both ascending; the first slot begins at 1."""
     rule = "must hold (batch size, depths) pairs, such as ((1, (1, 3, 5)), (8, (0, 1, 3)))"
@@ -89,8 +98,11 @@ class SamplingParams:
     """Fixes the request's tokens whatever its neighbours, batch place, algorithm or overlap. None: the engine's seed and the request's number."""
     stop_token_ids: tuple[int, ...] = ()
     """Ids that end the request, beside the model's own end-of-sequence ids. The stop token is part of the output."""
+    stop: tuple[str, ...] = ()
+    """Strings that end the request where its text first holds one of them: the text is cut before it, and the tokens end with the one that completes it.
+    One string may be given as it is. Needs a tokenizer."""
     ignore_eos: bool = False
-    """Decode to `max_new_tokens`: neither the model's end-of-sequence ids nor `stop_token_ids` end the request (as in SGLang)."""
+    """Decode to `max_new_tokens` or a stop string: neither the model's end-of-sequence ids nor `stop_token_ids` end the request (as in SGLang)."""
 
     def __post_init__(self):
         _check_int("max_new_tokens", self.max_new_tokens, 1, why="a request must be allowed at least one token")
@@ -106,6 +118,7 @@ class SamplingParams:
         if self.seed is not None:
             _check_int("seed", self.seed, 0, 2**32 - 1)
         object.__setattr__(self, "stop_token_ids", _as_ints("stop_token_ids", self.stop_token_ids, 0))
+        object.__setattr__(self, "stop", _as_strings("stop", self.stop))
         if not isinstance(self.ignore_eos, bool):
             raise TypeError(f"ignore_eos={self.ignore_eos!r} must be a bool")
 

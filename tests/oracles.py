@@ -21,6 +21,7 @@ from jspec.state import (
     num_pages_held,
 )
 from jspec.state.invariants import check
+from jspec.state.results import NEVER
 
 NOT_FINITE = "not finite"
 """In place of a run of tokens: the row's logits were not finite."""
@@ -138,7 +139,11 @@ class SlowDevice:
             accept_lens[i] = len(run)
             tokens[i, : len(run)] = run
         return GenerationBatchResult(
-            next_token_ids=tokens, accept_lens=accept_lens, new_seq_lens=self.frontier[batch.rows], status=status
+            next_token_ids=tokens,
+            accept_lens=accept_lens,
+            new_seq_lens=self.frontier[batch.rows],
+            status=status,
+            stop_at=np.full(len(accept_lens), NEVER, np.int32),
         )
 
 
@@ -158,20 +163,20 @@ class SlowRequest:
     aborted: bool = False
     reason: FinishReason = FinishReason.NONE
 
-    def take(self, run):
-        """One token after another, as plain decoding would. Returns the tokens that the user sees."""
+    def take(self, run, stop_at=NEVER):
+        """One token after another, as plain decoding would; the text stops at token `stop_at`. Returns the tokens that the user sees."""
         shown = []
         if run == NOT_FINITE:
             self.reason = FinishReason.ABORT if self.aborted else FinishReason.ERROR
             return shown
-        for token in run:
+        for place, token in enumerate(run, 1):
             self.output.append(token)
             if self.reason is not FinishReason.NONE:
                 continue
             shown.append(token)
             if self.aborted:
                 continue
-            if token in self.stops:
+            if token in self.stops or place == stop_at:
                 self.reason = FinishReason.STOP
             elif len(self.output) == self.max_new_tokens:
                 self.reason = FinishReason.LENGTH
@@ -273,8 +278,8 @@ def freeze(tree):
     return tree
 
 
-def make_result(runs, *, stride=4, new_seq_lens=None):
-    """A result in which batch row `i` emitted `runs[i]`."""
+def make_result(runs, *, stride=4, new_seq_lens=None, stop_at=None):
+    """A result in which batch row `i` emitted `runs[i]`; `stop_at`: where its text holds a stop string."""
     tokens = np.zeros((len(runs), stride), np.int32)
     for i, run in enumerate(runs):
         tokens[i, : len(run)] = run
@@ -286,6 +291,7 @@ def make_result(runs, *, stride=4, new_seq_lens=None):
             accept_lens=lens,
             new_seq_lens=zeros if new_seq_lens is None else new_seq_lens,
             status=zeros,
+            stop_at=np.full(len(runs), NEVER, np.int32) if stop_at is None else np.array(stop_at, np.int32),
         )
     )
 

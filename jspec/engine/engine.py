@@ -194,6 +194,8 @@ class Engine:
         """
         params = params or SamplingParams()
         tokens = tokenize(prompt, self.tokenizer)
+        if params.stop and self.tokenizer is None:
+            raise ValueError(f"stop={params.stop} needs a tokenizer: give the engine one, or stop_token_ids")
         pages = total_pages(self._loop.state.ledger)
         max_new_tokens = check_request(
             tokens,
@@ -209,11 +211,12 @@ class Engine:
             raise ValueError(
                 f"rid={rid!r} already names a request that waits or runs: choose another, or let the engine choose"
             )
-        stops = () if params.ignore_eos else (*self.target.facts.eos_token_ids, *params.stop_token_ids)
-        waiting = Waiting(serial, len(tokens), max_new_tokens, tuple(dict.fromkeys(stops)))
+        ids = () if params.ignore_eos else (*self.target.facts.eos_token_ids, *params.stop_token_ids)
+        waiting = Waiting(serial, len(tokens), max_new_tokens, tuple(dict.fromkeys(ids)))
         self._loop = dataclasses.replace(self._loop, state=submit(self._loop.state, waiting))
         self._num_submitted = serial
-        self._requests[serial] = Request(rid=rid, serial=serial, prompt=tokens, params=params)
+        stops = self.tokenizer.stream(stop=params.stop) if self.tokenizer and params.stop else None
+        self._requests[serial] = Request(rid=rid, serial=serial, prompt=tokens, params=params, stops=stops)
         self._serial_by_rid[rid] = serial
         self._meters.requests += 1
         self._check_state()
@@ -321,12 +324,31 @@ class Engine:
             raise RuntimeError(
                 f"launch {loop.state.launched[0].forward_iter} read a FutureMap row that nobody published for it: a fault of jspec"
             )
+        result = self._with_text_stops(loop.state, result)
         state, launched, settled = settle_oldest(loop.state, result)
         correct = result.accept_lens - self.worker.num_non_draft_tokens
         depths = after_settle(loop.depths, self._rules, launched, correct[settled.live], depth=loop.ran_at[0])
         loop = Loop(state, loop.device, loop.outcomes[1:], loop.ran_at[1:], depths)
         self._check_state(loop)
         return loop, launched, settled, result
+
+    def _with_text_stops(self, state: SchedulerState, result: GenerationBatchResult) -> GenerationBatchResult:
+        """Where the oldest launch completed stop strings. Requests without any cost nothing."""
+        launched = state.launched[0]
+        serials = state.requests.serial[launched.rows] * (state.requests.epoch[launched.rows] == launched.epochs)
+        looking = [
+            (i, s) for i, serial in enumerate(serials.tolist()) if serial and (s := self._requests[serial].stops)
+        ]
+        if not looking:
+            return result
+        stop_at = result.stop_at.copy()
+        for i, stops in looking:
+            for place, token in enumerate(result.next_token_ids[i, : result.accept_lens[i]].tolist(), 1):
+                stops.push([token])
+                if stops.stopped:
+                    stop_at[i] = place
+                    break
+        return dataclasses.replace(result, stop_at=stop_at)
 
     def _decode(self, batch: ScheduleBatch, depth: int):
         bucket = fit(self._buckets.batch, batch.rows.shape[0])
@@ -378,7 +400,7 @@ class Engine:
             rid=request.rid,
             prompt_token_ids=request.prompt.tolist(),
             token_ids=token_ids,
-            text=self.tokenizer.decode(token_ids) if self.tokenizer else None,
+            text=self._text(token_ids, request.params.stop),
             finish_reason=FINISH_NAMES[reason],
             accept_lens=accept_lens,
             lossy=self.worker.lossy and request.params.temperature > 0,
@@ -386,6 +408,12 @@ class Engine:
             if reason is FinishReason.ERROR
             else None,
         )
+
+    def _text(self, token_ids: list[int], stop: tuple[str, ...]) -> str | None:
+        if self.tokenizer is None:
+            return None
+        stream = self.tokenizer.stream(stop=stop)
+        return stream.push(token_ids) + stream.flush()
 
     # --- requests run to their end -----------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 
 from jspec.config import SamplingParams
+from jspec.models.tokenizer import TokenStream
 from jspec.scheduler import Settled
 from jspec.state.batches import ForwardMode
 from jspec.state.results import GenerationBatchResult, Launched
@@ -20,6 +21,9 @@ class Request:
     prompt: np.ndarray  # i32[prompt_len]
     params: SamplingParams
     row: int = 0  # 0 until admitted
+    stops: TokenStream | None = (
+        None  # looks for stop strings in the settled tokens; None where there are none to look for
+    )
 
 
 class TokenLogs:

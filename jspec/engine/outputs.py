@@ -22,9 +22,9 @@ class RequestOutput:
     rid: str
     prompt_token_ids: list[int]
     token_ids: list[int]
-    """Emitted tokens, a stop token included, none after it."""
+    """Emitted tokens, a stop token or the one that completes a stop string included, none after it."""
     text: str | None
-    """Decoded `token_ids` without special tokens; None if the engine has no tokenizer."""
+    """Decoded `token_ids` without special tokens, up to a stop string; None if the engine has no tokenizer."""
     finish_reason: str
     """"stop", "length", "abort", "error" (non-finite logits), or "refused" (never ran; see `error`)."""
     accept_lens: list[int]

@@ -42,7 +42,7 @@ def tensor_mesh(size: int) -> Mesh | None:
     Raises:
       ValueError: there are not so many.
     """
-    devices = jax.devices()
+    devices = jax.local_devices()
     if size > len(devices):
         raise ValueError(f"tensor_parallel={size} exceeds the {len(devices)} devices of this machine")
     return None if size == 1 else Mesh(np.array(devices[:size]), (AXIS,))

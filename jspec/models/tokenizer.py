@@ -58,34 +58,55 @@ class Tokenizer:
         except jinja2.TemplateError as error:
             raise ValueError(f"the model's chat template refuses these messages: {error}") from error
 
-    def stream(self, *, skip_special_tokens: bool = True) -> "TokenStream":
-        return TokenStream(self, skip_special_tokens)
+    def stream(self, *, skip_special_tokens: bool = True, stop: Sequence[str] = ()) -> "TokenStream":
+        return TokenStream(self, skip_special_tokens, stop)
 
 
 class TokenStream:
-    """Text of tokens that arrive a few at a time. The pieces, `flush` included, join to exactly `Tokenizer.decode` of all tokens."""
+    """Text of tokens that arrive a few at a time, up to a stop string.
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool):
-        self._tokenizer, self._skip = tokenizer, skip_special_tokens
+    The pieces, `flush` included, join to exactly `Tokenizer.decode` of all tokens, cut before the first stop string that a token completes. What may turn
+    out to be the beginning of one waits.
+
+    Attributes:
+        stopped: whether a stop string was found; what comes after it is ignored.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, stop: Sequence[str] = ()):
+        self._tokenizer, self._skip, self._stop = tokenizer, skip_special_tokens, tuple(stop)
         self._decoder = tokenizers.decoders.DecodeStream(skip_special_tokens=skip_special_tokens)
         self._token_ids: list[int] = []
-        self._emitted_chars = 0
+        self._decoded_chars = 0
+        self._waiting = ""
+        self.stopped = False
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Text that has become certain. A character whose bytes are not all here waits for them."""
-        pieces = []
-        for token_id in token_ids:
-            self._token_ids.append(token_id)
-            pieces.append(self._decoder.step(self._tokenizer.backend, token_id) or "")
-        text = "".join(pieces)
-        self._emitted_chars += len(text)
-        return text
+        return "".join(map(self._one, token_ids))
 
     def flush(self) -> str:
         """What still waits, to be called when no more tokens come: an unfinished character becomes U+FFFD."""
-        rest = self._tokenizer.decode(self._token_ids, skip_special_tokens=self._skip)[self._emitted_chars :]
-        self._emitted_chars += len(rest)
-        return rest
+        if self.stopped:
+            return ""
+        rest = self._tokenizer.decode(self._token_ids, skip_special_tokens=self._skip)[self._decoded_chars :]
+        self._decoded_chars += len(rest)
+        text, self._waiting = self._waiting + rest, ""
+        return text
+
+    def _one(self, token_id: int) -> str:
+        if self.stopped:
+            return ""
+        self._token_ids.append(token_id)
+        piece = self._decoder.step(self._tokenizer.backend, token_id) or ""
+        self._decoded_chars += len(piece)
+        text = self._waiting + piece
+        found = [place for stop in self._stop if (place := text.find(stop)) >= 0]
+        if found:
+            self.stopped, self._waiting = True, ""
+            return text[: min(found)]
+        held = max((n for stop in self._stop for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)
+        self._waiting = text[len(text) - held :]
+        return text[: len(text) - held]
 
 
 @functools.lru_cache(maxsize=8)

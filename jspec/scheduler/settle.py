@@ -8,14 +8,13 @@ from jspec.state.batches import ForwardMode
 from jspec.state.dense import add_at, namespace, replace
 from jspec.state.ledger import KVLedger
 from jspec.state.requests import FinishReason, RequestTable
-from jspec.state.results import GenerationBatchResult, Launched, RowStatus
+from jspec.state.results import NEVER, GenerationBatchResult, Launched, RowStatus
 
 # NumPy scalars, so that codes are i32 on every backend.
 _LENGTH, _STOP, _ERROR, _ABORT = (
     np.int32(code) for code in (FinishReason.LENGTH, FinishReason.STOP, FinishReason.ERROR, FinishReason.ABORT)
 )
 _NOT_FINITE = np.int32(RowStatus.NOT_FINITE)
-_NEVER = 1 << 30
 
 
 class Settled(NamedTuple):
@@ -48,7 +47,8 @@ def settle(
     Ensures: a row whose epoch moved on, and padding, change nothing; a live row of an OK step advances by at least one token.
     Clock: `output_len`; `kv_committed_len` of decode rows.
     Source: SGLang `process_batch_result_decode` / `_resolve_spec_v2_tokens` / `Req.update_finish_state`: an abort waiting to be taken comes first and
-        hides nothing; then the first stop token of the run; then the length, which caps a stop found beyond it.
+        hides nothing; then the first token of the run that is a stop token or completes a stop string (there the string comes first, wherever it is:
+        plain decoding would have ended at the token); then the length, which caps a stop found beyond it.
     """
     xp = namespace(requests.output_len)
     rows = launched.rows
@@ -62,7 +62,7 @@ def settle(
     # Reduced axes come first: NumPy reduces a short last axis an element at a time.
     is_stop = xp.any(requests.stop_token_ids[rows].T[:, None, :] == result.next_token_ids.T, axis=0)  # [O, B]
     place = xp.arange(1, result.next_token_ids.shape[1] + 1, dtype=xp.int32)
-    stop_end = start + xp.min(xp.where(is_stop, place[:, None], _NEVER), axis=0)
+    stop_end = start + xp.minimum(xp.min(xp.where(is_stop, place[:, None], NEVER), axis=0), result.stop_at)
 
     aborted = requests.to_finish[rows] & live
     ended = xp.maximum((end >= limit) * _LENGTH, (stop_end <= cut) * _STOP)

@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from jspec.state.batches import ScheduleBatch
-from jspec.state.results import GenerationBatchResult
+from jspec.state.results import NEVER, GenerationBatchResult
 
 if TYPE_CHECKING:
     from jspec.spec_workers.base import DeviceState
@@ -164,4 +164,5 @@ def unpack_outcome(outcome: np.ndarray, num_rows: int) -> GenerationBatchResult:
         accept_lens=outcome[:, 0],
         new_seq_lens=outcome[:, 1],
         status=outcome[:, 2],
+        stop_at=np.full(num_rows, NEVER, np.int32),
     )

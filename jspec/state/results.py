@@ -8,6 +8,9 @@ import jax
 
 from jspec.state.batches import ForwardMode, ScheduleBatch
 
+NEVER = 1 << 30
+"""More than the tokens of any request."""
+
 
 class RowStatus(enum.IntEnum):
     """What a step says of each row. Raised, if at all, by the shell: never inside a compiled program."""
@@ -37,6 +40,7 @@ class GenerationBatchResult:
     accept_lens: Any  # i32[B]     tokens emitted, bonus included; 1 after EXTEND
     new_seq_lens: Any  # i32[B]     frontier this launch published
     status: Any  # i32[B]     RowStatus
+    stop_at: Any  # i32[B]     tokens of the run after which its text holds a stop string; NEVER where it does not. The host's, who alone knows text
 
 
 def record(batch: ScheduleBatch) -> Launched:

@@ -102,6 +102,24 @@ def test_an_unfinished_character_waits_and_is_flushed():
     assert stream.flush() == tok.decode(ids[:-1]) != ""
 
 
+@pytest.mark.parametrize("stop", [["Q:"], ["\n\n", "Q"], ["漢字"], ["é"], ["never"]])
+def test_a_stream_ends_before_a_stop_string_and_never_takes_text_back(stop):
+    """However the tokens arrive: what was given out is the beginning of the text before the earliest match."""
+    tok = tokenizer()
+    text = "A: 1 😀\nQuestion 漢字漢\n\nQ: é 2 Q:"
+    ids = tok.encode(text)
+    places = [text.find(s) for s in stop if s in text]
+    want = text[: min(places)] if places else text
+    for size in range(1, len(ids) + 1):
+        stream = tok.stream(stop=stop)
+        given = ""
+        for start in range(0, len(ids), size):
+            given += stream.push(ids[start : start + size])
+            assert want.startswith(given)
+        assert stream.stopped == bool(places)
+        assert given + stream.flush() == want and stream.flush() == ""
+
+
 def test_chat_follows_the_models_template():
     tok = tokenizer()
     system = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"

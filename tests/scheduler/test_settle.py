@@ -11,6 +11,7 @@ from oracles import NOT_FINITE, Run, SlowRequest, freeze, make_result
 
 from jspec.scheduler import release, settle
 from jspec.state import FinishReason, ForwardMode, Launched, RowStatus, seqlen
+from jspec.state.results import NEVER
 
 E, B0 = 9, 1
 """A stop token, and the token of the prefill."""
@@ -51,8 +52,11 @@ def test_ends_inside_a_run(case, finished_len, reason):
 
 
 def test_every_place_of_stops_length_and_abort():
-    """1,920 rows in one settle, each against its request taken token by token."""
-    cases = list(itertools.product(range(16), range(1, 5), range(2, 7), [False, True], [(E,), (8, E), ()]))
+    """3,840 rows in one settle, each against its request taken token by token; half of them with a stop string somewhere."""
+    cases = list(
+        itertools.product(range(16), range(1, 5), range(2, 7), [False, True], [(E,), (8, E), (), (E,), (), ()])
+    )
+    stop_at = [NEVER if i % 6 < 3 else 1 + i // 6 % 5 for i in range(len(cases))]
     many = len(cases)
     run = Run(
         depth=0, max_running=many, num_pages=13 * many, context_len=20, max_prefill_rows=many, max_prefill_tokens=many
@@ -63,6 +67,7 @@ def test_every_place_of_stops_length_and_abort():
     run.step([[B0]] * len(cases))
     runs = [[E if places >> j & 1 else 2 for j in range(count)] for places, count, *_ in cases]
     run.launch(run.plan(), runs)
+    run.results[-1] = dataclasses.replace(run.results[-1], stop_at=np.array(stop_at, np.int32))
     for serial, case in enumerate(cases, 1):
         if case[3]:
             run.abort(serial)
@@ -71,8 +76,8 @@ def test_every_place_of_stops_length_and_abort():
     launched, settled = run.settle()
     for i, (_, _, max_new_tokens, abort, stops) in enumerate(cases):
         slow = SlowRequest(i + 1, 1, max_new_tokens, stops, output=[B0], aborted=abort)
-        shown = slow.take(runs[i])
-        assert settled.num_visible[i] == len(shown), (cases[i], shown)
+        shown = slow.take(runs[i], stop_at[i])
+        assert settled.num_visible[i] == len(shown), (cases[i], stop_at[i], shown)
         assert settled.finish_reason[i] == slow.reason, cases[i]
         assert settled.num_new[i] == len(runs[i]) and settled.start[i] == 1
         row = launched.rows[i]

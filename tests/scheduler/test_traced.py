@@ -15,6 +15,7 @@ from oracles import NOT_FINITE, Run, freeze
 
 from jspec.scheduler import launchable, prepare_extend, release, reserve, settle
 from jspec.state import ForwardMode, GenerationBatchResult, KVLedger, Launched, RequestTable
+from jspec.state.results import NEVER
 
 R, STRIDE = 7, 4  # rows of the table, tokens of a run
 I32 = np.int32
@@ -206,6 +207,7 @@ def test_scan_of_two_schedulers_is_a_numpy_loop_of_each():
         accept_lens=rng.integers(1, STRIDE + 1, (steps, R)).astype(I32),
         new_seq_lens=np.zeros((steps, R), I32),
         status=(rng.random((steps, R)) < 0.02).astype(I32) * 2,
+        stop_at=np.where(rng.random((steps, R)) < 0.1, rng.integers(1, STRIDE + 1, (steps, R)), NEVER).astype(I32),
     )
     xs = (results, rng.integers(1, 10, (steps, R)).astype(I32), rng.integers(2, 9, (steps, R)).astype(I32))
     for moment in moments():

@@ -5,8 +5,10 @@ import importlib.util
 import pytest
 
 from jspec.tpu_report.chips import CHIPS
-from jspec.tpu_report.jobs import MOVE, VERIFY, WRITE, KernelJob, kernel_jobs
-from jspec.tpu_report.run import compile_jobs
+from jspec.tpu_report.jobs import MOVE, VERIFY, WRITE, KernelJob, kernel_jobs, step_jobs
+from jspec.tpu_report.run import compile_jobs, compile_steps
+from jspec.tpu_report.step_time import ratio, step_times
+from jspec.tpu_report.steps import MODELS
 
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="compiling for TPU needs the `tpu` extra (libtpu)"
@@ -49,3 +51,25 @@ def test_how_good(chip):
     assert bundles["8, page 64"] <= 1.15 * bundles["8"] and bundles["16, page 64"] <= 1.15 * bundles["16"]
     assert bundles["8, tree"] <= 1.05 * bundles["8"]
     assert found["8, tree"].temp_bytes <= found["8"].temp_bytes
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_a_step_of_the_engine():
+    """Pools in place, nothing for the host, no f64. The table of embeddings, which is narrow, stays as it lies: turning it over took 300,000 cycles."""
+    verify, prefill = compile_steps([CHIPS["v6e"]], step_jobs("SmolLM2-135M", "plain"))
+    for step in (verify, prefill):
+        assert step.error is None and step.alias_bytes > step.pool_bytes
+        assert step.host_transfers == 0 and not step.f64
+    assert verify.temp_bytes < 0.02 * verify.pool_bytes and verify.xla_cycles < 1_900_000
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_a_verify_over_two_devices_costs_little_more_than_a_plain_step():
+    steps = compile_steps([CHIPS["v5e"]], step_jobs("Llama-3.1-8B", "plain,verify of 8"))
+    plain, verify = (step for step in steps if step.program == "verify_phase")
+    assert plain.error is None and verify.error is None and plain.devices == verify.devices == 2
+    assert plain.temp_bytes < 0.01 * plain.pool_bytes and plain.alias_bytes > plain.pool_bytes
+    times = step_times(steps, lambda model: MODELS[model].num_layers)
+    assert [ratio(times, time) for time in times][1] <= 1.15
