@@ -83,6 +83,7 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="Fixes every request's tokens, whatever runs beside it.")] = None,
     stop_token_id: Annotated[list[int] | None, typer.Option(help="A token that ends a request; repeatable.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="A string that ends a request's text; repeatable.")] = None,
+    min_new_tokens: Annotated[int, typer.Option(help="No end before so many tokens.")] = 0,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Decode to --max-new-tokens.")] = False,
     draft: Draft = None,
     num_steps: NumSteps = None,
@@ -141,6 +142,7 @@ def generate(
             seed=seed,
             stop_token_ids=tuple(stop_token_id or ()),
             stop=tuple(stop or ()),
+            min_new_tokens=min_new_tokens,
             ignore_eos=ignore_eos,
         )
         config = EngineConfig(

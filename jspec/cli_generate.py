@@ -139,7 +139,10 @@ class Generation:
             for emission in self._engine.step():
                 text = ""
                 if stream and not as_json:
-                    decoder = streams.setdefault(emission.rid, self._tokenizer.stream(stop=self._params.stop))
+                    decoder = streams.setdefault(
+                        emission.rid,
+                        self._tokenizer.stream(stop=self._params.stop, min_new_tokens=self._params.min_new_tokens),
+                    )
                     text = decoder.push(emission.token_ids) + (decoder.flush() if emission.output else "")
                 elif emission.output is not None:
                     text = self._json(emission.output) if as_json else emission.output.text or ""

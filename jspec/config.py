@@ -86,6 +86,8 @@ class SamplingParams:
 
     max_new_tokens: int = 128
     """Most tokens to emit, a stop token included. The context length may end a request earlier (finish reason "length")."""
+    min_new_tokens: int = 0
+    """No end before so many tokens: until then the ids that would end the request cannot be chosen, and a stop string found is part of the text."""
     temperature: float = 0.0
     """0 is greedy: the most likely token, whatever the filters say."""
     top_k: int = 0
@@ -106,6 +108,7 @@ class SamplingParams:
 
     def __post_init__(self):
         _check_int("max_new_tokens", self.max_new_tokens, 1, why="a request must be allowed at least one token")
+        _check_int("min_new_tokens", self.min_new_tokens, 0, self.max_new_tokens, why="max_new_tokens comes first")
         for field in ("temperature", "top_p", "min_p"):
             _check_real(field, getattr(self, field))
         if self.temperature < 0:

@@ -13,6 +13,10 @@ INF, NAN = float("inf"), float("nan")
 BAD_SAMPLING = [
     ("max_new_tokens", ValueError, [0, -1]),
     ("max_new_tokens", TypeError, [1.0, "8", None, True, [8]]),
+    ("min_new_tokens", ValueError, [-1, 129]),  # max_new_tokens is 128
+    ("min_new_tokens", TypeError, [1.0, "8", None, True]),
+    ("stop", ValueError, ["", ("a", "")]),
+    ("stop", TypeError, [3, None, (3,), ["a", None], b"a"]),
     ("temperature", ValueError, [-0.1, -1, INF, -INF, NAN]),
     ("temperature", TypeError, ["0.5", None, True, 1j]),
     ("top_k", ValueError, [-1, 2**31]),
@@ -29,6 +33,8 @@ BAD_SAMPLING = [
 ]
 GOOD_SAMPLING = [
     ("max_new_tokens", [1, 10**9, np.int32(5)]),
+    ("min_new_tokens", [0, 1, 128, np.int32(5)]),
+    ("stop", [(), ["a", "b c"], ("\n\n",)]),
     ("temperature", [0, 0.0, 1e-6, 5, np.float32(0.5)]),
     ("top_k", [0, 1, 2**31 - 1, np.int64(3)]),
     ("top_p", [1, 1.0, 1e-9, np.float32(0.5)]),
@@ -72,6 +78,8 @@ BAD_ENGINE = [
     ("prefill_buckets", TypeError, [(64.0,), ("64",), (True,), 64, "64"]),
     ("overlap", TypeError, [1, 0, None, "on"]),
     ("kernels", ValueError, ["cuda", "", "XLA"]),
+    ("tensor_parallel", ValueError, [0, -2]),
+    ("tensor_parallel", TypeError, [1.0, "2", None, True]),
     ("seed", ValueError, [-1, 2**32]),
     ("seed", TypeError, [None, 0.0, "0", False]),
     ("checked", TypeError, [1, None]),
@@ -98,6 +106,7 @@ GOOD_ENGINE = [
     ("prefill_buckets", [None, (64,), (16, 100), [16, 100]]),
     ("overlap", [True, False]),
     ("kernels", KERNEL_BACKENDS),
+    ("tensor_parallel", [1, 2, np.int32(8)]),
     ("seed", [0, 2**32 - 1]),
     ("checked", [True, False]),
     ("compilation_cache", [True, False]),
@@ -138,7 +147,7 @@ def test_bad_engine(field, error, value):
 @pytest.mark.parametrize(("field", "value"), flat(GOOD_SAMPLING))
 def test_good_sampling(field, value):
     got = getattr(SamplingParams(**{field: value}), field)
-    assert got == (tuple(value) if field == "stop_token_ids" else value)
+    assert got == (tuple(value) if field in ("stop_token_ids", "stop") else value)
     assert not isinstance(got, list)
 
 

@@ -30,7 +30,7 @@ KERNELS_NEED = {"jax", "numpy"}
 
 SHARED_BY_WORKERS = {
     *("__init__", "accept", "base", "chain", "draft_sampling", "eagle_sizes"),
-    *("featured", "forward", "sampling", "tree", "upload"),
+    *("featured", "forward", "run_if", "sampling", "tree", "upload"),
 }
 """Every other file of `spec_workers` is a worker, and no worker imports another. A new file that workers share is named here."""
 

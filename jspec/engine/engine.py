@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jspec.config import EngineConfig, SamplingParams
+from jspec.config import MAX_STOP_TOKEN_IDS, EngineConfig, SamplingParams
 from jspec.engine.adaptive import after_settle, depth_of
 from jspec.engine.admission import Prompt, check_request, tokenize
 from jspec.engine.buckets import fit, make_buckets
@@ -19,7 +19,7 @@ from jspec.engine.programs import DecodeKey, ExtendKey, Programs, use_compilatio
 from jspec.models.loading import load_model
 from jspec.models.parallel import num_devices, replicate
 from jspec.models.target import TargetModel
-from jspec.models.tokenizer import Tokenizer
+from jspec.models.tokenizer import Tokenizer, TokenStream
 from jspec.scheduler import (
     Aborted,
     Depth,
@@ -211,11 +211,10 @@ class Engine:
             raise ValueError(
                 f"rid={rid!r} already names a request that waits or runs: choose another, or let the engine choose"
             )
-        ids = () if params.ignore_eos else (*self.target.facts.eos_token_ids, *params.stop_token_ids)
-        waiting = Waiting(serial, len(tokens), max_new_tokens, tuple(dict.fromkeys(ids)))
+        waiting = Waiting(serial, len(tokens), max_new_tokens, self._stop_ids(params))
         self._loop = dataclasses.replace(self._loop, state=submit(self._loop.state, waiting))
         self._num_submitted = serial
-        stops = self.tokenizer.stream(stop=params.stop) if self.tokenizer and params.stop else None
+        stops = self._stream_of(params) if params.stop else None
         self._requests[serial] = Request(rid=rid, serial=serial, prompt=tokens, params=params, stops=stops)
         self._serial_by_rid[rid] = serial
         self._meters.requests += 1
@@ -368,11 +367,18 @@ class Engine:
             temperature=np.array([p.temperature for p in params], np.float32),
             top_p=np.array([p.top_p for p in params], np.float32),
             min_p=np.array([p.min_p for p in params], np.float32),
+            stop_from=batch.extend_lens + np.array([p.min_new_tokens for p in params], np.int32),
+            stop_token_ids=np.array([_padded(self._stop_ids(p)) for p in params], np.int32),
         )
         num_tokens = fit(self._buckets.prefill_tokens, int(batch.extend_lens.sum()))
         key = ExtendKey(num_tokens, self._buckets.prefill_rows, -(-num_tokens // self.config.page_size))
         tokens = np.concatenate([request.prompt for request in requests])
         return self._programs[key], pack_extend(batch, tokens, sampling, **key._asdict())
+
+    def _stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
+        """Ids that end a request."""
+        ids = () if params.ignore_eos else (*self.target.facts.eos_token_ids, *params.stop_token_ids)
+        return tuple(dict.fromkeys(ids))
 
     # --- tokens out ------------------------------------------------------------------------------------------------
 
@@ -400,7 +406,7 @@ class Engine:
             rid=request.rid,
             prompt_token_ids=request.prompt.tolist(),
             token_ids=token_ids,
-            text=self._text(token_ids, request.params.stop),
+            text=self._text(token_ids, request.params),
             finish_reason=FINISH_NAMES[reason],
             accept_lens=accept_lens,
             lossy=self.worker.lossy and request.params.temperature > 0,
@@ -409,11 +415,14 @@ class Engine:
             else None,
         )
 
-    def _text(self, token_ids: list[int], stop: tuple[str, ...]) -> str | None:
+    def _text(self, token_ids: list[int], params: SamplingParams) -> str | None:
+        stream = self._stream_of(params)
+        return None if stream is None else stream.push(token_ids) + stream.flush()
+
+    def _stream_of(self, params: SamplingParams) -> TokenStream | None:
         if self.tokenizer is None:
             return None
-        stream = self.tokenizer.stream(stop=stop)
-        return stream.push(token_ids) + stream.flush()
+        return self.tokenizer.stream(stop=params.stop, min_new_tokens=params.min_new_tokens)
 
     # --- requests run to their end -----------------------------------------------------------------------------------
 
@@ -482,3 +491,7 @@ class Engine:
                 frontier=np.array(loop.device.future.new_seq_lens),
                 max_accept=self.worker.output_stride,
             )
+
+
+def _padded(ids: tuple[int, ...]) -> tuple[int, ...]:
+    return (*ids, *[-1] * (MAX_STOP_TOKEN_IDS - len(ids)))

@@ -64,8 +64,13 @@ def part_of(config: Any, mesh: Mesh | None) -> Any:
             raise ValueError(
                 f"tensor_parallel={n} must divide {name}={getattr(config, name)}: each device holds an equal part of it"
             )
-    names = ("num_heads", "num_kv_heads", "intermediate_size", "vocab_size")
-    return dataclasses.replace(config, **{name: getattr(config, name) // n for name in names})
+    return dataclasses.replace(
+        config,
+        num_heads=config.num_heads // n,
+        num_kv_heads=config.num_kv_heads // n,
+        intermediate_size=config.intermediate_size // n,
+        vocab_size=config.vocab_size // n,
+    )
 
 
 def specs(tree: Any) -> Any:

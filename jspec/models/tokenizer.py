@@ -58,22 +58,25 @@ class Tokenizer:
         except jinja2.TemplateError as error:
             raise ValueError(f"the model's chat template refuses these messages: {error}") from error
 
-    def stream(self, *, skip_special_tokens: bool = True, stop: Sequence[str] = ()) -> "TokenStream":
-        return TokenStream(self, skip_special_tokens, stop)
+    def stream(
+        self, *, skip_special_tokens: bool = True, stop: Sequence[str] = (), min_new_tokens: int = 0
+    ) -> "TokenStream":
+        return TokenStream(self, skip_special_tokens, stop, min_new_tokens)
 
 
 class TokenStream:
     """Text of tokens that arrive a few at a time, up to a stop string.
 
     The pieces, `flush` included, join to exactly `Tokenizer.decode` of all tokens, cut before the first stop string that a token completes. What may turn
-    out to be the beginning of one waits.
+    out to be the beginning of one waits. One that is complete before `min_new_tokens` tokens are there is text like any other.
 
     Attributes:
         stopped: whether a stop string was found; what comes after it is ignored.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, stop: Sequence[str] = ()):
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, stop: Sequence[str], min_new_tokens: int):
         self._tokenizer, self._skip, self._stop = tokenizer, skip_special_tokens, tuple(stop)
+        self._min_new_tokens = min_new_tokens
         self._decoder = tokenizers.decoders.DecodeStream(skip_special_tokens=skip_special_tokens)
         self._token_ids: list[int] = []
         self._decoded_chars = 0
@@ -101,7 +104,7 @@ class TokenStream:
         self._decoded_chars += len(piece)
         text = self._waiting + piece
         found = [place for stop in self._stop if (place := text.find(stop)) >= 0]
-        if found:
+        if found and len(self._token_ids) > self._min_new_tokens:
             self.stopped, self._waiting = True, ""
             return text[: min(found)]
         held = max((n for stop in self._stop for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)

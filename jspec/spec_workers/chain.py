@@ -11,8 +11,9 @@ from jspec.future_map import publish, resolve, stash
 from jspec.models.target import TargetModel
 from jspec.spec_workers.accept import accept_chain
 from jspec.spec_workers.base import DeviceSizes, DeviceState, PhaseOutput, SpecWorker, VerifyKind, init_device
-from jspec.spec_workers.forward import extend_batch, run_if, token_rows, verify_batch
-from jspec.spec_workers.sampling import sample
+from jspec.spec_workers.forward import extend_batch, token_rows, verify_batch
+from jspec.spec_workers.run_if import run_if
+from jspec.spec_workers.sampling import ban_early_stops, sample
 from jspec.spec_workers.upload import DecodeInputs, ExtendInputs, apply_decode, apply_extend, pack_outcome
 from jspec.state.results import RowStatus
 
@@ -102,6 +103,7 @@ def chain(
         out = target.forward(params, batch, device.kv_pages)
         logits = target.logits(params, out.hidden[last])[:, None, :]
         new_seq_lens = inputs.prefix_lens + inputs.extend_lens
+        logits = ban_early_stops(device.sampling, inputs.rows, logits, new_seq_lens[:, None])
         tokens, finite = sample(device.sampling, inputs.rows, logits, new_seq_lens[:, None])
         status = jnp.where(finite[:, 0], RowStatus.OK, RowStatus.NOT_FINITE)
         history = device.history.at[token_rows(batch), batch.positions].set(
@@ -140,7 +142,9 @@ def chain(
         kv_pages, logits = carried
         place = jnp.arange(verify_width, dtype=jnp.int32)
         reachable = place <= num_drafts[:, None]
-        tokens, finite = sample(device.sampling, inputs.rows, logits, seq_lens[:, None] + 1 + place, reachable)
+        positions = seq_lens[:, None] + 1 + place
+        logits = ban_early_stops(device.sampling, inputs.rows, logits, positions)
+        tokens, finite = sample(device.sampling, inputs.rows, logits, positions, reachable)
         accept_lens = accept_chain(candidates, tokens, num_drafts)
         finite = jnp.all(finite | (place >= accept_lens[:, None]), axis=1)
         status = jnp.where(fresh, jnp.where(finite, RowStatus.OK, RowStatus.NOT_FINITE), RowStatus.STALE_RELAY)

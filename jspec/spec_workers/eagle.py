@@ -25,8 +25,9 @@ from jspec.spec_workers.featured import (
     verify_chain,
     widen,
 )
-from jspec.spec_workers.forward import extend_batch, next_tokens, row_slots, run_if, verify_batch
-from jspec.spec_workers.sampling import sample
+from jspec.spec_workers.forward import extend_batch, next_tokens, row_slots, verify_batch
+from jspec.spec_workers.run_if import run_if
+from jspec.spec_workers.sampling import ban_early_stops, sample
 from jspec.spec_workers.tree import Tree, accept_tree, first_level, next_level, prune
 from jspec.spec_workers.upload import DecodeInputs, ExtendInputs
 
@@ -217,6 +218,7 @@ def eagle(
         out = target.forward(params["target"], batch, device.kv_pages, capture_layers=layers)
         logits = target.logits(params["target"], out.hidden).reshape(*tree.tokens.shape, -1)
         positions = seq_lens[:, None] + 1 + tree.depths
+        logits = ban_early_stops(device.sampling, rows, logits, positions)
         tokens, finite = sample(device.sampling, rows, logits, positions, tree.depths <= num_drafts[:, None])
         if lossy_threshold < 1:
             ours = (tree.tokens, tree.parents, tree.depths <= num_drafts[:, None])

@@ -11,8 +11,9 @@ from jspec.models.draft import DraftModel
 from jspec.models.target import TargetModel
 from jspec.spec_workers.accept import accept_chain, accept_rejection, prefer_drafts
 from jspec.spec_workers.base import DeviceState, PhaseOutput
-from jspec.spec_workers.forward import extend_batch, run_if, verify_batch
-from jspec.spec_workers.sampling import sample
+from jspec.spec_workers.forward import extend_batch, verify_batch
+from jspec.spec_workers.run_if import run_if
+from jspec.spec_workers.sampling import ban_early_stops, sample
 from jspec.spec_workers.upload import DecodeInputs, ExtendInputs, apply_decode, apply_extend, pack_outcome
 from jspec.state.results import RowStatus
 
@@ -67,6 +68,7 @@ def prefill(target: TargetModel, params, device: DeviceState, inputs: ExtendInpu
     out = target.forward(params, batch, device.kv_pages, capture_layers=layers)
     logits = target.logits(params, out.hidden[last])[:, None, :]
     new_seq_lens = inputs.prefix_lens + inputs.extend_lens
+    logits = ban_early_stops(device.sampling, inputs.rows, logits, new_seq_lens[:, None])
     tokens, finite = sample(device.sampling, inputs.rows, logits, new_seq_lens[:, None])
     future = publish(device.future, inputs.rows, new_seq_lens, forward_iter=inputs.forward_iter)
     status = jnp.where(finite[:, 0] | (inputs.rows == 0), RowStatus.OK, RowStatus.NOT_FINITE)
@@ -135,6 +137,7 @@ def verify_chain(
         kv_pages, captured, hidden, logits = carried
     place = jnp.arange(width, dtype=jnp.int32)
     positions = seq_lens[:, None] + 1 + place
+    logits = ban_early_stops(device.sampling, rows, logits, positions)
     by_rejection = (device.sampling.temperature[rows] > 0) & (draft_probs is not None)
     # Rows that go by rejection are decided below; their tokens here are not looked at.
     active = (place <= num_drafts[:, None]) & ~by_rejection[:, None]

@@ -1,18 +1,9 @@
 """Device views for the target's forwards."""
 
 import jax.numpy as jnp
-from jax import lax
 
 from jspec.spec_workers.upload import ExtendInputs
 from jspec.state.batches import ForwardBatch, ForwardMode
-
-
-def run_if(condition, function, carried):
-    """`function(carried)` if `condition`, else `carried`: a loop of at most one round, which updates its buffers in place.
-
-    `lax.cond` would copy the KV pool before either branch.
-    """
-    return lax.fori_loop(0, condition.astype(jnp.int32), lambda _, carried: function(carried), carried)
 
 
 def _slots(page_table, batch_index, positions, page_size):

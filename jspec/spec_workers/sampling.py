@@ -7,6 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jspec.config import MAX_STOP_TOKEN_IDS
+from jspec.spec_workers.run_if import run_if
+
 TARGET_TOKEN, DRAFT_TOKEN, ACCEPT_COIN = 0, 1, 2
 """Purposes of a key: the target's own token at a position, a draft's token there, the coin that accepts the draft."""
 
@@ -21,6 +24,8 @@ class SamplingState:
     top_p: Any  # f32[R]  1 = all
     min_p: Any  # f32[R]  0 = all
     seed: Any  # u32[R]
+    stop_from: Any  # i32[R]  absolute position from which on a stop token may be chosen; 0: everywhere
+    stop_token_ids: Any  # i32[R, S]  -1 padded
 
 
 def init_sampling(num_rows: int) -> SamplingState:
@@ -31,7 +36,35 @@ def init_sampling(num_rows: int) -> SamplingState:
         top_p=jnp.ones(num_rows, jnp.float32),
         min_p=jnp.zeros(num_rows, jnp.float32),
         seed=jnp.zeros(num_rows, jnp.uint32),
+        stop_from=jnp.zeros(num_rows, jnp.int32),
+        stop_token_ids=jnp.full((num_rows, MAX_STOP_TOKEN_IDS), -1, jnp.int32),
     )
+
+
+_BANNED = -1e30
+"""Logit of a token that may not be chosen: finite, so that it is not taken for a fault of the model, and of no weight in any softmax."""
+
+
+def ban_early_stops(sampling: SamplingState, rows, logits, positions):
+    """`f32[B, W, V]`: the logits, with those of a row's stop tokens banned at positions where its output is shorter than `min_new_tokens`.
+
+    Applied to the target's logits before anything reads them, at each position of a draft's path, so that sampling, acceptance and plain decoding see one
+    and the same distribution. Costs nothing while no row asks for it.
+
+    Args:
+        sampling: parameters of all rows.
+        rows: i32[B].
+        logits: f32[B, W, V].
+        positions: i32[B, W], absolute position each token will take.
+    """
+    early = positions < sampling.stop_from[rows][:, None]
+    ids = sampling.stop_token_ids[rows][:, None, :]
+    ids = jnp.where(early[..., None] & (ids >= 0), ids, logits.shape[-1])  # past the vocabulary: dropped
+    batch, width = (jnp.arange(size)[place] for size, place in zip(positions.shape, _OUTER, strict=True))
+    return run_if(jnp.any(early), lambda logits: logits.at[batch, width, ids].set(_BANNED, mode="drop"), logits)
+
+
+_OUTER = ((slice(None), None, None), (None, slice(None), None))
 
 
 def position_key(seed, position, purpose: int):

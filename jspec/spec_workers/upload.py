@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jspec.config import MAX_STOP_TOKEN_IDS
 from jspec.state.batches import ScheduleBatch
 from jspec.state.results import NEVER, GenerationBatchResult
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from jspec.spec_workers.base import DeviceState
 
 DECODE_COLUMNS = 4
-EXTEND_COLUMNS = 9
+EXTEND_COLUMNS = 10 + MAX_STOP_TOKEN_IDS
 OUTCOME_COLUMNS = 3
 
 
@@ -45,17 +46,21 @@ class ExtendInputs(NamedTuple):
     temperature: Any  # f32[B]
     top_p: Any  # f32[B]
     min_p: Any  # f32[B]
+    stop_from: Any  # i32[B]
+    stop_token_ids: Any  # i32[B, S]
     page_table: Any  # i32[B, P]
 
 
 class RowSampling(NamedTuple):
-    """Sampling parameters of the rows of an EXTEND batch, as columns; see `SamplingParams`."""
+    """Sampling parameters of the rows of an EXTEND batch, as columns; see `SamplingState`."""
 
     top_k: np.ndarray  # i32[B]
     seed: np.ndarray  # u32[B]
     temperature: np.ndarray  # f32[B]
     top_p: np.ndarray  # f32[B]
     min_p: np.ndarray  # f32[B]
+    stop_from: np.ndarray  # i32[B]
+    stop_token_ids: np.ndarray  # i32[B, S]  -1 padded
 
 
 def pack_decode(batch: ScheduleBatch, *, bucket: int) -> np.ndarray:
@@ -79,7 +84,7 @@ def unpack_decode(upload) -> DecodeInputs:
 def pack_extend(
     batch: ScheduleBatch, tokens: np.ndarray, sampling: RowSampling, *, num_tokens: int, num_rows: int, table_width: int
 ) -> np.ndarray:
-    """`i32[T + B * (9 + P)]`: the whole upload of an EXTEND launch.
+    """`i32[T + B * (10 + S + P)]`: the whole upload of an EXTEND launch.
 
     Args:
         batch: the plan.
@@ -92,11 +97,13 @@ def pack_extend(
     upload[: tokens.shape[0]] = tokens
     table = upload[num_tokens:].reshape(num_rows, EXTEND_COLUMNS + table_width)
     table[:, 3] = batch.forward_iter
-    columns = (sampling.top_k, sampling.seed.view(np.int32), *(x.view(np.int32) for x in sampling[2:]))
+    reals = (sampling.temperature, sampling.top_p, sampling.min_p)
+    columns = (sampling.top_k, sampling.seed.view(np.int32), *(x.view(np.int32) for x in reals), sampling.stop_from)
     for i, column in zip(
-        (0, 1, 2, 4, 5, 6, 7, 8), (batch.rows, batch.prefix_lens, batch.extend_lens, *columns), strict=True
+        (0, 1, 2, 4, 5, 6, 7, 8, 9), (batch.rows, batch.prefix_lens, batch.extend_lens, *columns), strict=True
     ):
         table[:b, i] = column
+    table[:b, 10:EXTEND_COLUMNS] = sampling.stop_token_ids
     table[:b, EXTEND_COLUMNS:] = np.maximum(batch.new_pages[:, :table_width], 0)
     return upload
 
@@ -104,7 +111,7 @@ def pack_extend(
 def unpack_extend(upload, *, num_tokens: int, num_rows: int) -> ExtendInputs:
     """The inverse of `pack_extend`, on the device."""
     table = upload[num_tokens:].reshape(num_rows, -1)
-    reals = lax.bitcast_convert_type(table[:, 6:EXTEND_COLUMNS], jnp.float32)
+    reals = lax.bitcast_convert_type(table[:, 6:9], jnp.float32)
     return ExtendInputs(
         input_ids=upload[:num_tokens],
         rows=table[:, 0],
@@ -116,6 +123,8 @@ def unpack_extend(upload, *, num_tokens: int, num_rows: int) -> ExtendInputs:
         temperature=reals[:, 0],
         top_p=reals[:, 1],
         min_p=reals[:, 2],
+        stop_from=table[:, 9],
+        stop_token_ids=table[:, 10:EXTEND_COLUMNS],
         page_table=table[:, EXTEND_COLUMNS:],
     )
 
@@ -136,7 +145,8 @@ def apply_extend(device: "DeviceState", inputs: ExtendInputs) -> "DeviceState":
     real = inputs.rows > 0
 
     def put(buffer, values, idle):
-        return buffer.at[inputs.rows].set(jnp.where(real, values, jnp.asarray(idle, buffer.dtype)))
+        kept = real.reshape(-1, *[1] * (buffer.ndim - 1))
+        return buffer.at[inputs.rows].set(jnp.where(kept, values, jnp.asarray(idle, buffer.dtype)))
 
     old = device.sampling
     sampling = dataclasses.replace(
@@ -146,6 +156,8 @@ def apply_extend(device: "DeviceState", inputs: ExtendInputs) -> "DeviceState":
         top_p=put(old.top_p, inputs.top_p, 1),
         min_p=put(old.min_p, inputs.min_p, 0),
         seed=put(old.seed, inputs.seed, 0),
+        stop_from=put(old.stop_from, inputs.stop_from, 0),
+        stop_token_ids=put(old.stop_token_ids, inputs.stop_token_ids, -1),
     )
     table = device.page_table.at[inputs.rows].set(jnp.where(real[:, None], pages, 0))
     return dataclasses.replace(device, page_table=table, sampling=sampling)

@@ -146,6 +146,8 @@ def _compiled(forward, init_kv, capture_layers: tuple[int, ...], num_pages: int)
             temperature=None,
             top_p=None,
             min_p=None,
+            stop_from=None,
+            stop_token_ids=None,
             page_table=page_table,
         )
         batch, _ = extend_batch(inputs, page_size=_PAGE_SIZE)

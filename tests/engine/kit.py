@@ -159,6 +159,8 @@ def _full_forward(forward, logits, init_kv, padded: int):
             temperature=None,
             top_p=None,
             min_p=None,
+            stop_from=None,
+            stop_token_ids=None,
             page_table=jnp.arange(1, pages + 1, dtype=jnp.int32)[None],
         )
         batch, last = extend_batch(inputs, page_size=page_size)

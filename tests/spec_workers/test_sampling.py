@@ -13,6 +13,7 @@ import pytest
 from jspec.spec_workers.sampling import (
     TARGET_TOKEN,
     SamplingState,
+    ban_early_stops,
     filter_logits,
     init_sampling,
     position_key,
@@ -56,11 +57,11 @@ def law(logits, *, temperature=1.0, **filters):
     return np.array([weights.get(i, 0.0) / sum(weights.values()) for i in range(len(logits))])
 
 
-def parameters(num_rows, *, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0):
+def parameters(num_rows, *, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, stop_from=0, stop_token_ids=-1):
     """Rows 1.. with these parameters, each one value or one a row; the rest of the table is idle."""
 
     def column(value, dtype, idle):
-        table = np.full(ROWS + 1, idle, dtype)
+        table = np.full((ROWS + 1, *np.shape(idle)), idle, dtype)
         table[1 : num_rows + 1] = value
         return jnp.asarray(table)
 
@@ -70,6 +71,8 @@ def parameters(num_rows, *, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed
         top_p=column(top_p, jnp.float32, 1),
         min_p=column(min_p, jnp.float32, 0),
         seed=column(seed, jnp.uint32, 0),
+        stop_from=column(stop_from, jnp.int32, 0),
+        stop_token_ids=column(stop_token_ids, jnp.int32, [-1] * 8),
     )
 
 
@@ -372,3 +375,20 @@ def test_types_and_the_idle_state():
     tokens, finite = draw_two(state, [0, 2], np.broadcast_to(LOGITS, (2, 200, V)), np.zeros((2, 200), np.int32))
     assert tokens.dtype == np.int32 and finite.dtype == bool
     assert (tokens == 1).all() and finite.all()
+
+
+def test_stop_tokens_are_banned_where_a_row_is_too_short_and_nowhere_else():
+    """Row 1 bans 0 and 5 before position 12, row 2 nothing; greedy rows and sampled ones draw no banned token, and a ban is no fault of the model."""
+    ids = np.full((2, 8), -1)
+    ids[0, :2] = (0, 5)
+    sampling = parameters(2, temperature=[0.0, 0.0], stop_from=[12, 0], stop_token_ids=ids)
+    rows, positions = jnp.array([1, 2, 0]), jnp.array([[10, 11, 12], [10, 11, 12], [0, 0, 0]])
+    logits = jnp.asarray(np.random.default_rng(0).standard_normal((3, 3, V)), jnp.float32).at[:, :, 5].set(9.0)
+    out = jax.jit(ban_early_stops)(sampling, rows, logits, positions)
+    changed = np.argwhere(np.asarray(out != logits)).tolist()
+    assert changed == [[0, place, token] for place in (0, 1) for token in (0, 5)]
+    tokens, finite = draw(sampling, rows, out, positions)
+    assert finite.all() and tokens[0, 2] == 5 and (tokens[1] == 5).all() and not np.isin(tokens[0, :2], [0, 5]).any()
+    hot = dataclasses.replace(sampling, temperature=jnp.full(ROWS + 1, 5.0), top_k=jnp.full(ROWS + 1, V))
+    drawn = np.concatenate([draw(hot, rows, out, positions + 100 * i)[0][0, :2] for i in range(50)])
+    assert not np.isin(drawn, [0, 5]).any() and len(set(drawn.tolist())) > 5

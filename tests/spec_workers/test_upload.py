@@ -34,6 +34,8 @@ SAMPLING = RowSampling(
     temperature=np.array([0, 0.7, 1e-3], np.float32),
     top_p=np.array([1, 0.1, 1e-6], np.float32),
     min_p=np.array([0, 1, 0.05], np.float32),
+    stop_from=np.array([0, 3, 2**31 - 1], np.int32),
+    stop_token_ids=np.arange(24, dtype=np.int32).reshape(3, 8) - 1,
 )
 """Of three rows; values at the ends of their types survive as bits."""
 
