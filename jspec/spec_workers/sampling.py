@@ -58,13 +58,14 @@ def ban_early_stops(sampling: SamplingState, rows, logits, positions):
         positions: i32[B, W], absolute position each token will take.
     """
     early = positions < sampling.stop_from[rows][:, None]
-    ids = sampling.stop_token_ids[rows][:, None, :]
-    ids = jnp.where(early[..., None] & (ids >= 0), ids, logits.shape[-1])  # past the vocabulary: dropped
-    batch, width = (jnp.arange(size)[place] for size, place in zip(positions.shape, _OUTER, strict=True))
-    return run_if(jnp.any(early), lambda logits: logits.at[batch, width, ids].set(_BANNED, mode="drop"), logits)
 
+    def ban(logits):
+        # Compared, not scattered: elementwise, so that XLA writes over the logits.
+        vocabulary = jnp.arange(logits.shape[-1], dtype=jnp.int32)
+        stops = jnp.any(sampling.stop_token_ids[rows][..., None] == vocabulary, axis=1)
+        return jnp.where(early[..., None] & stops[:, None, :], _BANNED, logits)
 
-_OUTER = ((slice(None), None, None), (None, slice(None), None))
+    return run_if(jnp.any(early), ban, logits)
 
 
 def position_key(seed, position, purpose: int):
