@@ -36,14 +36,13 @@ LOWEST = -1e30
 """Where the running maximum starts: below every score, and finite, so that a difference of two of them is never NaN."""
 
 
-NUM_SCALARS = 5
+NUM_SCALARS = 6
 """Arguments of the kernel that lie in scalar memory."""
 
 
 class Static(NamedTuple):
     """What fixes the program, beside shapes."""
 
-    layer: int
     width: int  # Q, query tokens of a block
     group: int  # query heads of one KV head
     tail_pages: int  # pages that a masked step takes at a time
@@ -55,6 +54,7 @@ class Static(NamedTuple):
 
 
 def _kernel(
+    layer,  # SMEM i32[1]; no constant, so that all layers of a model are one program
     page_table,  # SMEM i32[B * P]
     rows,  # SMEM i32[N], row of the table
     positions,  # SMEM i32[N], of the block's first query
@@ -97,7 +97,7 @@ def _kernel(
         return (index * pages_per_block + i + 1) * page_size > positions[block] - static.window + 1
 
     def copy_page(page_id, buffer, i):
-        return pltpu.make_async_copy(pages.at[static.layer, page_id], buffers.at[buffer, i], done.at[buffer])
+        return pltpu.make_async_copy(pages.at[layer[0], page_id], buffers.at[buffer, i], done.at[buffer])
 
     def fetch_next():
         """Starts the copies of the next key block of the list, and moves the cursor on."""
@@ -257,7 +257,7 @@ def blocked_attention_kernel(
     page_table: jax.Array,
     blocks: QueryBlocks,
     *,
-    layer: int,
+    layer: jax.Array | int,
     scale: float,
     query_start: int = 0,
     window: int | None = None,
@@ -274,7 +274,7 @@ def blocked_attention_kernel(
       pages: the pool.
       page_table: i32[B, P], pages of each row in position order.
       blocks: what each block sees; `first` is not read. With `query_start` its first query lies that much behind `position`.
-      layer: layer of the pool.
+      layer: i32[], layer of the pool.
       scale: factor on the scores.
       query_start: nodes of a tree that came before the queries.
       window: positions that a query sees, its own among them; None: all.
@@ -316,7 +316,6 @@ def blocked_attention_kernel(
     rows, positions, key_ends = (jnp.pad(x, (0, missing)) for x in (blocks.row, blocks.position, key_ends))
 
     static = Static(
-        layer=layer,
         width=width,
         group=group,
         tail_pages=tail_pages,
@@ -364,7 +363,15 @@ def blocked_attention_kernel(
         cost_estimate=cost_estimate(q, pages, page_table),
         interpret=interpret,
         name=name,
-    )(page_table.reshape(-1), rows, positions, key_ends, _following(key_ends, num_cores), *inputs)
+    )(
+        jnp.asarray(layer, jnp.int32).reshape(1),
+        page_table.reshape(-1),
+        rows,
+        positions,
+        key_ends,
+        _following(key_ends, num_cores),
+        *inputs,
+    )
     out = out[:num_blocks, :, : width * group, out_width - head_dim :]
     out = out.reshape(num_blocks, num_kv_heads, width, group, head_dim)
     return jnp.swapaxes(out, 1, 2).reshape(q.shape)

@@ -14,8 +14,8 @@ __all__ = ["BACKENDS", "init_kv_pages", "paged_kv_write", "validate_dynamic", "v
 
 # The layer is an argument of the traced function, so that a model of many layers traces it once.
 _reference = jax.jit(paged_kv_write_reference)
-_kernel = jax.jit(paged_kv_write_kernel, static_argnames=("layer",))
-_interpreted = jax.jit(functools.partial(paged_kv_write_kernel, interpret=INTERPRET), static_argnames=("layer",))
+_kernel = jax.jit(paged_kv_write_kernel)
+_interpreted = jax.jit(functools.partial(paged_kv_write_kernel, interpret=INTERPRET))
 
 
 def paged_kv_write(

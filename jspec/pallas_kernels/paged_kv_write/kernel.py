@@ -105,11 +105,11 @@ def find_runs(slots: jax.Array, *, page_size: int, block: int, chunk: int) -> Ru
 
 
 def _kernel(
-    slots, starts, num_runs, num_kept, kv, _, pages, blocks, staged, read_done, write_done, *, layer, block, chunk
+    layer, slots, starts, num_runs, num_kept, kv, _, pages, blocks, staged, read_done, write_done, *, block, chunk
 ):
     write_chunk(
         slots, starts, num_runs, num_kept, kv, pages, blocks, staged, read_done, write_done,
-        step=pl.program_id(0), layer=layer, block=block, chunk=chunk,
+        step=pl.program_id(0), layer=layer[0], block=block, chunk=chunk,
     )  # fmt: skip
 
 
@@ -193,7 +193,7 @@ def paged_kv_write_kernel(
     v: jax.Array,
     slots: jax.Array,
     *,
-    layer: int,
+    layer: jax.Array | int,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> jax.Array:
     """See `paged_kv_write`."""
@@ -207,10 +207,10 @@ def paged_kv_write_kernel(
     kv = jnp.concatenate([k, v], axis=-1).astype(jnp.float32)[runs.order][:, :, None]
     kv = jnp.pad(kv, ((0, -num_tokens % chunk), (0, 0), (0, 0), (0, 0)))
     return pl.pallas_call(
-        functools.partial(_kernel, layer=layer, block=block, chunk=chunk),
+        functools.partial(_kernel, block=block, chunk=chunk),
         out_shape=jax.ShapeDtypeStruct(pages.shape, pages.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=4,
+            num_scalar_prefetch=5,
             grid=(kv.shape[0] // chunk,),
             in_specs=[
                 pl.BlockSpec((chunk, num_kv_heads, 1, width), lambda i, *_: (i, 0, 0, 0)),
@@ -219,9 +219,9 @@ def paged_kv_write_kernel(
             out_specs=pl.BlockSpec(memory_space=pl.ANY),
             scratch_shapes=scratch_shapes(pages),
         ),
-        input_output_aliases={5: 0},
+        input_output_aliases={6: 0},
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
         cost_estimate=cost_estimate(pages, num_tokens),
         interpret=interpret,
         name="paged_kv_write",
-    )(runs.slots, runs.starts, runs.num_runs, runs.num_kept, kv, pages)
+    )(jnp.asarray(layer, jnp.int32).reshape(1), runs.slots, runs.starts, runs.num_runs, runs.num_kept, kv, pages)

@@ -15,10 +15,8 @@ __all__ = ["BACKENDS", "prefill_attention", "validate_dynamic"]
 # The layer is an argument of the traced function, so that a model of many layers traces it once.
 _STATIC = ("scale", "window", "soft_cap")
 _reference = jax.jit(prefill_attention_reference, static_argnames=_STATIC)
-_kernel = jax.jit(prefill_attention_kernel, static_argnames=("layer", *_STATIC))
-_interpreted = jax.jit(
-    functools.partial(prefill_attention_kernel, interpret=INTERPRET), static_argnames=("layer", *_STATIC)
-)
+_kernel = jax.jit(prefill_attention_kernel, static_argnames=_STATIC)
+_interpreted = jax.jit(functools.partial(prefill_attention_kernel, interpret=INTERPRET), static_argnames=_STATIC)
 
 
 def prefill_attention(

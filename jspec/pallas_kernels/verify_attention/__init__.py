@@ -14,10 +14,8 @@ __all__ = ["BACKENDS", "validate_dynamic", "verify_attention"]
 # The layer is an argument of the traced function, so that a model of many layers traces it once.
 _STATIC = ("scale", "query_start", "window", "soft_cap")
 _reference = jax.jit(verify_attention_reference, static_argnames=_STATIC)
-_kernel = jax.jit(verify_attention_kernel, static_argnames=("layer", *_STATIC))
-_interpreted = jax.jit(
-    functools.partial(verify_attention_kernel, interpret=INTERPRET), static_argnames=("layer", *_STATIC)
-)
+_kernel = jax.jit(verify_attention_kernel, static_argnames=_STATIC)
+_interpreted = jax.jit(functools.partial(verify_attention_kernel, interpret=INTERPRET), static_argnames=_STATIC)
 
 
 def verify_attention(
