@@ -24,7 +24,7 @@ WIDTHS = (1, 8, 16, 32, 64)
 BLOCK_LENS = (512, 1024, 2048)
 
 MIN_BLOCK_BYTES = 1 << 20
-"""Shorter blocks are never the best where longer ones fit: starting copies weighs too much."""
+"""Shorter blocks are not tried where longer ones fit: starting their copies weighs too much."""
 
 
 def candidates() -> list[KernelJob]:
