@@ -16,14 +16,14 @@ from jspec.bench.host import HostCost
 def console(*, stderr: bool = False) -> Console:
     """Wide enough for every table where the output is not a terminal."""
     out = Console(stderr=stderr, highlight=False)
-    return out if out.is_terminal else Console(stderr=stderr, highlight=False, width=max(out.width, 110))
+    return out if out.is_terminal else Console(stderr=stderr, highlight=False, width=max(out.width, 150))
 
 
 def _table(title: str, columns: Sequence[str]) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     table.add_column("")
     for name in columns:
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", overflow="fold")
     return table
 
 
