@@ -84,6 +84,7 @@ def generate(
     stop_token_id: Annotated[list[int] | None, typer.Option(help="A token that ends a request; repeatable.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="A string that ends a request's text; repeatable.")] = None,
     min_new_tokens: Annotated[int, typer.Option(help="No end before so many tokens.")] = 0,
+    timeout: Annotated[float | None, typer.Option(help="Seconds after which a request ends with what it has.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Decode to --max-new-tokens.")] = False,
     draft: Draft = None,
     num_steps: NumSteps = None,
@@ -143,6 +144,7 @@ def generate(
             stop_token_ids=tuple(stop_token_id or ()),
             stop=tuple(stop or ()),
             min_new_tokens=min_new_tokens,
+            timeout_s=timeout,
             ignore_eos=ignore_eos,
         )
         config = EngineConfig(

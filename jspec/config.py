@@ -103,6 +103,8 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     """Strings that end the request where its text first holds one of them: the text is cut before it, and the tokens end with the one that completes it.
     One string may be given as it is. Needs a tokenizer."""
+    timeout_s: float | None = None
+    """Seconds after its submission at which a request ends, waiting or running, with the tokens it has. None: never."""
     ignore_eos: bool = False
     """Decode to `max_new_tokens` or a stop string: neither the model's end-of-sequence ids nor `stop_token_ids` end the request (as in SGLang)."""
 
@@ -120,6 +122,10 @@ class SamplingParams:
             raise ValueError(f"min_p={self.min_p} must lie in [0, 1]; 0 keeps every token")
         if self.seed is not None:
             _check_int("seed", self.seed, 0, 2**32 - 1)
+        if self.timeout_s is not None:
+            _check_real("timeout_s", self.timeout_s)
+            if not self.timeout_s > 0:
+                raise ValueError(f"timeout_s={self.timeout_s} must be positive; None never ends a request")
         object.__setattr__(self, "stop_token_ids", _as_ints("stop_token_ids", self.stop_token_ids, 0))
         object.__setattr__(self, "stop", _as_strings("stop", self.stop))
         if not isinstance(self.ignore_eos, bool):

@@ -1,6 +1,7 @@
 """The impure shell: it takes requests in, folds the pure transitions over the device, and gives tokens out."""
 
 import dataclasses
+import heapq
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -148,6 +149,7 @@ class Engine:
         self._logs = TokenLogs(sizes.num_rows, self.limits, worker.output_stride)
         self._requests: dict[int, Request] = {}
         self._serial_by_rid: dict[str, int] = {}
+        self._deadlines: list[tuple[float, int]] = []  # heap of (time, serial)
         self._rid_by_row = np.full(sizes.num_rows, None, object)
         self._num_submitted = 0
         self._meters = Meters()
@@ -217,6 +219,8 @@ class Engine:
         stops = self._stream_of(params) if params.stop else None
         self._requests[serial] = Request(rid=rid, serial=serial, prompt=tokens, params=params, stops=stops)
         self._serial_by_rid[rid] = serial
+        if params.timeout_s is not None:
+            heapq.heappush(self._deadlines, (time.monotonic() + params.timeout_s, serial))
         self._meters.requests += 1
         self._check_state()
         return rid
@@ -243,9 +247,10 @@ class Engine:
         """One iteration: plan and launch the next step, then settle the launch before it (the same one, without overlap).
 
         Returns:
-            The tokens of the settled launch, and the ends of requests that were aborted while they waited.
+            The tokens of the settled launch, and the ends of requests that were aborted, or ran out of time, while they waited.
         """
         self._meters.iteration_starts()
+        self._end_late_requests()
         self._loop, batch = self._launch(self._loop)
         unsettled = len(self._loop.state.launched)
         emissions: Iterable[Emission] = ()
@@ -290,6 +295,16 @@ class Engine:
         rids, refused = self._submit_all(several, each)
         outputs = {e.rid: e.output for e in self._drain(rids, refused) if e.output is not None}
         return [outputs[rid] for rid in rids]
+
+    def _end_late_requests(self) -> None:
+        """Time is the shell's: to the scheduler a request that ran out of it is one that was aborted."""
+        while self._deadlines and self._deadlines[0][0] <= time.monotonic():
+            _, serial = heapq.heappop(self._deadlines)
+            request = self._requests.get(serial)
+            if request is None or self._loop.state.requests.to_finish[request.row]:
+                continue  # ended, or ending
+            request.is_late = True
+            self.abort(request.rid)
 
     # --- the fold ----------------------------------------------------------------------------------------------------
 
@@ -407,7 +422,7 @@ class Engine:
             prompt_token_ids=request.prompt.tolist(),
             token_ids=token_ids,
             text=self._text(token_ids, request.params),
-            finish_reason=FINISH_NAMES[reason],
+            finish_reason="timeout" if request.is_late and reason is FinishReason.ABORT else FINISH_NAMES[reason],
             accept_lens=accept_lens,
             lossy=self.worker.lossy and request.params.temperature > 0,
             error="the model's logits were not finite: its weights or the prompt's KV hold NaN or infinity"

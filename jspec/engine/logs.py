@@ -21,9 +21,8 @@ class Request:
     prompt: np.ndarray  # i32[prompt_len]
     params: SamplingParams
     row: int = 0  # 0 until admitted
-    stops: TokenStream | None = (
-        None  # looks for stop strings in the settled tokens; None where there are none to look for
-    )
+    is_late: bool = False  # its time ran out, and it is ending
+    stops: TokenStream | None = None  # looks for stop strings in what is settled; None: there are none
 
 
 class TokenLogs:

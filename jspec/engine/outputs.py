@@ -26,7 +26,7 @@ class RequestOutput:
     text: str | None
     """Decoded `token_ids` without special tokens, up to a stop string; None if the engine has no tokenizer."""
     finish_reason: str
-    """"stop", "length", "abort", "error" (non-finite logits), or "refused" (never ran; see `error`)."""
+    """"stop", "length", "abort", "timeout", "error" (non-finite logits), or "refused" (never ran; see `error`)."""
     accept_lens: list[int]
     """Tokens of each verify that the user sees, bonus included: `len(token_ids) == 1 + sum(accept_lens)`; the first token comes from prefill."""
     lossy: bool = False
