@@ -190,9 +190,10 @@ def draw_roofline(path: pathlib.Path, results: Sequence[KernelResult]) -> None:
         top = max(max(r.memory_cycles, r.bundles) * 512 / r.block_tokens for r in plain) * 1.15
         axes.plot([0, top], [0, top], color="0.6", linewidth=1)
         axes.fill_between([0, top], [0, top], color="0.93", zorder=0)
-        axes.set(xlim=(0, top), ylim=(0, top))
-        axes.text(top * 0.97, top * 0.05, "bound by memory", ha="right", color="0.4")
-        axes.legend(fontsize=7, loc="upper right", ncols=2)
+        right = max(r.memory_cycles * 512 / r.block_tokens for r in plain) * 1.15
+        axes.set(xlim=(0, right), ylim=(0, top))
+        axes.text(right * 0.97, top * 0.05, "bound by memory", ha="right", color="0.4")
+        figure.legend(fontsize=7, loc="outside lower center", ncols=2)
     axes.set(xlabel="cycles in which 512 tokens arrive", ylabel="bundles for 512 tokens", title=f"{shape}: modelled")
     figure.savefig(path, dpi=130)
     plt.close(figure)
