@@ -17,7 +17,8 @@ def tpu_report(
     steps: Annotated[
         bool,
         typer.Option(
-            "--steps", help="Also the programs of every worker's step, for SmolLM2 and 8B models: a minute a program."
+            "--steps",
+            help="Also the programs of every worker's step, for SmolLM2 and 8B models: seconds to a minute a program.",
         ),
     ] = False,
     models: Annotated[

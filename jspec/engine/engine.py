@@ -17,6 +17,7 @@ from jspec.engine.meters import Meters
 from jspec.engine.outputs import FINISH_NAMES, Emission, Emissions, RequestOutput, Summary
 from jspec.engine.pool import num_kv_pages
 from jspec.engine.programs import DecodeKey, ExtendKey, Programs, use_compilation_cache
+from jspec.engine.text_stops import TextStops
 from jspec.models.loading import load_model
 from jspec.models.parallel import num_devices, replicate
 from jspec.models.target import TargetModel
@@ -149,6 +150,7 @@ class Engine:
         self._logs = TokenLogs(sizes.num_rows, self.limits, worker.output_stride)
         self._requests: dict[int, Request] = {}
         self._serial_by_rid: dict[str, int] = {}
+        self._text_stops = TextStops()
         self._deadlines: list[tuple[float, int]] = []  # heap of (time, serial)
         self._rid_by_row = np.full(sizes.num_rows, None, object)
         self._num_submitted = 0
@@ -216,8 +218,9 @@ class Engine:
         waiting = Waiting(serial, len(tokens), max_new_tokens, self._stop_ids(params))
         self._loop = dataclasses.replace(self._loop, state=submit(self._loop.state, waiting))
         self._num_submitted = serial
-        stops = self._stream_of(params) if params.stop else None
-        self._requests[serial] = Request(rid=rid, serial=serial, prompt=tokens, params=params, stops=stops)
+        self._requests[serial] = Request(rid=rid, serial=serial, prompt=tokens, params=params)
+        if params.stop and (stream := self._stream_of(params)):
+            self._text_stops.watch(serial, stream)
         self._serial_by_rid[rid] = serial
         if params.timeout_s is not None:
             heapq.heappush(self._deadlines, (time.monotonic() + params.timeout_s, serial))
@@ -338,31 +341,13 @@ class Engine:
             raise RuntimeError(
                 f"launch {loop.state.launched[0].forward_iter} read a FutureMap row that nobody published for it: a fault of jspec"
             )
-        result = self._with_text_stops(loop.state, result)
+        result = self._text_stops.find(loop.state, result)
         state, launched, settled = settle_oldest(loop.state, result)
         correct = result.accept_lens - self.worker.num_non_draft_tokens
         depths = after_settle(loop.depths, self._rules, launched, correct[settled.live], depth=loop.ran_at[0])
         loop = Loop(state, loop.device, loop.outcomes[1:], loop.ran_at[1:], depths)
         self._check_state(loop)
         return loop, launched, settled, result
-
-    def _with_text_stops(self, state: SchedulerState, result: GenerationBatchResult) -> GenerationBatchResult:
-        """Where the oldest launch completed stop strings. Requests without any cost nothing."""
-        launched = state.launched[0]
-        serials = state.requests.serial[launched.rows] * (state.requests.epoch[launched.rows] == launched.epochs)
-        looking = [
-            (i, s) for i, serial in enumerate(serials.tolist()) if serial and (s := self._requests[serial].stops)
-        ]
-        if not looking:
-            return result
-        stop_at = result.stop_at.copy()
-        for i, stops in looking:
-            for place, token in enumerate(result.next_token_ids[i, : result.accept_lens[i]].tolist(), 1):
-                stops.push([token])
-                if stops.stopped:
-                    stop_at[i] = place
-                    break
-        return dataclasses.replace(result, stop_at=stop_at)
 
     def _decode(self, batch: ScheduleBatch, depth: int):
         bucket = fit(self._buckets.batch, batch.rows.shape[0])
@@ -416,6 +401,7 @@ class Engine:
 
     def _forget(self, serial: int, token_ids: list[int], accept_lens: list[int], reason: FinishReason) -> RequestOutput:
         request = self._requests.pop(serial)
+        self._text_stops.forget(serial)
         del self._serial_by_rid[request.rid]
         return RequestOutput(
             rid=request.rid,

@@ -5,7 +5,6 @@ import dataclasses
 import numpy as np
 
 from jspec.config import SamplingParams
-from jspec.models.tokenizer import TokenStream
 from jspec.scheduler import Settled
 from jspec.state.batches import ForwardMode
 from jspec.state.results import GenerationBatchResult, Launched
@@ -22,7 +21,6 @@ class Request:
     params: SamplingParams
     row: int = 0  # 0 until admitted
     is_late: bool = False  # its time ran out, and it is ending
-    stops: TokenStream | None = None  # looks for stop strings in what is settled; None: there are none
 
 
 class TokenLogs:

@@ -5,7 +5,6 @@ What is left out: the KV write (well under a percent of the bytes of attention),
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from jspec.tpu_report.chips import CHIPS
 from jspec.tpu_report.jobs import VERIFIES, VERIFY, KernelJob, StepJob, shape_of
@@ -29,9 +28,7 @@ class StepTime:
         return self.xla_us + self.attention_us
 
 
-def step_times(
-    steps: Sequence[StepResult], num_layers: Callable[[str], int], *, progress: Callable[..., Any] | None = None
-) -> list[StepTime]:
+def step_times(steps: Sequence[StepResult], num_layers: Callable[[str], int]) -> list[StepTime]:
     """For the workers of `VERIFIES`; compiles the attention kernel at their shapes to read its schedule."""
     times = []
     for step in steps:
@@ -40,7 +37,7 @@ def step_times(
         width, job = VERIFIES[step.worker], StepJob(step.model, step.worker)
         shape = shape_of(step.model, step.devices)
         kernel = KernelJob(VERIFY, shape, width, job.page_size, batch=job.batch, context=job.context)
-        (found,) = compile_jobs([CHIPS[step.chip]], [kernel], progress=progress)
+        (found,) = compile_jobs([CHIPS[step.chip]], [kernel])
         if found.block_tokens:
             clock = CHIPS[step.chip].clock_ghz * 1e3  # cycles a microsecond
             attention = num_layers(step.model) * attention_cycles(found)
