@@ -44,7 +44,7 @@ def tensor_mesh(size: int) -> Mesh | None:
     """
     devices = jax.local_devices()
     if size > len(devices):
-        raise ValueError(f"tensor_parallel={size} exceeds the {len(devices)} devices of this machine")
+        raise ValueError(f"tensor_parallel={size} exceeds the devices of this machine, {len(devices)}: lower it")
     return None if size == 1 else Mesh(np.array(devices[:size]), (AXIS,))
 
 

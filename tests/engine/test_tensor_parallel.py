@@ -124,7 +124,7 @@ def test_a_checkpoint_with_biases_and_norms_of_heads(tmp_path):
     assert found["tokens"][0][0] != found["tokens"][0][1]
     assert found["refusals"] == [
         "tensor_parallel=4 must divide num_kv_heads=1: each device holds an equal part of it",
-        "tensor_parallel=8 exceeds the 4 devices of this machine",
+        "tensor_parallel=8 exceeds the devices of this machine, 4: lower it",
     ]
 
 

@@ -66,6 +66,15 @@ def test_a_step_of_the_engine():
 
 @needs_libtpu
 @pytest.mark.slow
+@pytest.mark.parametrize("chip", ["v6e", "v7x"])
+def test_a_choice_of_widths_copies_no_pool(chip):
+    """A loop of at most one round, which is in place on CPU, copied the pool on v7x."""
+    verify, _ = compile_steps([CHIPS[chip]], step_jobs("SmolLM2-135M", "ngram"))
+    assert verify.error is None and verify.temp_bytes < 0.15 * verify.pool_bytes
+
+
+@needs_libtpu
+@pytest.mark.slow
 def test_a_verify_over_two_devices_costs_little_more_than_a_plain_step():
     steps = compile_steps([CHIPS["v5e"]], step_jobs("Llama-3.1-8B", "plain,verify of 8"))
     plain, verify = (step for step in steps if step.program == "verify_phase")
