@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+POLICIES = ("fcfs", "longest-prefix")
 KERNEL_BACKENDS = ("xla", "pallas", "pallas_interpret")
 MAX_STOP_TOKEN_IDS = 8
 """Stop ids a request may carry, end-of-sequence ids of the model included: the width of the request table's stop column."""
@@ -105,6 +106,8 @@ class SamplingParams:
     One string may be given as it is. Needs a tokenizer."""
     timeout_s: float | None = None
     """Seconds after its submission at which a request ends, waiting or running, with the tokens it has. None: never."""
+    priority: int = 0
+    """Higher starts first, and is retracted last; it may take the place of a running request of lower priority, which then waits again."""
     ignore_eos: bool = False
     """Decode to `max_new_tokens` or a stop string: neither the model's end-of-sequence ids nor `stop_token_ids` end the request (as in SGLang)."""
 
@@ -126,6 +129,7 @@ class SamplingParams:
             _check_real("timeout_s", self.timeout_s)
             if not self.timeout_s > 0:
                 raise ValueError(f"timeout_s={self.timeout_s} must be positive; None never ends a request")
+        _check_int("priority", self.priority, -(2**31), 2**31 - 1)
         object.__setattr__(self, "stop_token_ids", _as_ints("stop_token_ids", self.stop_token_ids, 0))
         object.__setattr__(self, "stop", _as_strings("stop", self.stop))
         if not isinstance(self.ignore_eos, bool):
@@ -174,11 +178,20 @@ class EngineConfig:
     kv_memory_bytes: int | None = None
     """Memory of each device for the KV pool. None: the device's free memory, less a tenth, where the device tells it; a quarter of the machine's memory elsewhere."""
     max_prefill_tokens: int | None = None
-    """Most prompt tokens in one EXTEND batch. None: `context_len`, at most 2048. A longer prompt runs alone."""
+    """Most prompt tokens that one launch prefills; a longer prompt is cut into chunks, at page ends. None: `context_len`, at most 2048."""
+    mixed_batches: bool = True
+    """Running requests ride along, by one token, in launches that prefill others. Off makes them wait; the tokens are the same."""
+    prefix_cache: bool = True
+    """Keep the KV of prompts and outputs, and start a request from the longest prefix that is kept. The tokens are the same."""
+    policy: str = "fcfs"
+    """Which waiting request starts first, among those of the highest `SamplingParams.priority`: "fcfs" the first that came, "longest-prefix" the one that
+    finds most of its prompt in the prefix cache."""
+    schedule_conservativeness: float = 1.0
+    """How much of what running requests may still emit is counted on before another is admitted: lower admits more, and retracts more often."""
     batch_buckets: tuple[int, ...] | None = None
     """Batch sizes that decode programs are built for, ascending, ending with `max_running`. None: 1, 2, 4, ... Fewer build faster and pad more."""
     prefill_buckets: tuple[int, ...] | None = None
-    """Prompt tokens that prefill programs are built for, ascending, ending with the context length. None: 64, 128, 256, ..."""
+    """Prompt tokens that prefill programs are built for, ascending, ending with `max_prefill_tokens`. None: 64, 128, 256, ..."""
     overlap: bool = True
     """Launch the next step before the last one is settled. Off settles each step at once; the tokens are the same."""
     kernels: str | None = None
@@ -234,9 +247,18 @@ class EngineConfig:
             raise ValueError(
                 f"kv_tokens={self.kv_tokens} and kv_memory_bytes={self.kv_memory_bytes} both size the KV pool: give one of them"
             )
+        if self.policy not in POLICIES:
+            raise ValueError(f"policy={self.policy!r} must be one of {', '.join(POLICIES)}")
+        _check_real("schedule_conservativeness", self.schedule_conservativeness)
+        if not self.schedule_conservativeness > 0:
+            raise ValueError(
+                f"schedule_conservativeness={self.schedule_conservativeness} must be positive; 1 is what SGLang takes"
+            )
         if self.kernels is not None and self.kernels not in KERNEL_BACKENDS:
             raise ValueError(f"kernels={self.kernels!r} must be one of {', '.join(KERNEL_BACKENDS)}")
         _check_int("seed", self.seed, 0, 2**32 - 1)
-        for field in ("overlap", "checked", "compilation_cache", "rejection_sampling"):
+        for field in (
+            "overlap", "checked", "compilation_cache", "rejection_sampling", "mixed_batches", "prefix_cache",
+        ):  # fmt: skip
             if not isinstance(getattr(self, field), bool):
                 raise TypeError(f"{field}={getattr(self, field)!r} must be a bool")

@@ -3,13 +3,14 @@
 `Run` is the other half: it drives the real transitions, on frozen arrays, and checks every invariant after each.
 """
 
+import collections
 import dataclasses
 from typing import NamedTuple
 
 import jax
 import numpy as np
 
-from jspec.scheduler import abort, launchable, plan, settle_oldest, submit
+from jspec.scheduler import abort, plan, retire, settle_oldest, submit
 from jspec.state import (
     FinishReason,
     ForwardMode,
@@ -21,6 +22,7 @@ from jspec.state import (
     num_pages_held,
 )
 from jspec.state.invariants import check
+from jspec.state.prefix_cache import page_keys
 from jspec.state.results import NEVER
 
 NOT_FINITE = "not finite"
@@ -97,51 +99,83 @@ def released_columns(committed, allocated, page_size, protected=0):
 # --- one device, row by row -------------------------------------------------------------------------------------------
 
 
+def kv_of(tokens):
+    """What the KV of each position depends on: every token up to it."""
+    seen, content = 0, []
+    for token in tokens:
+        seen = hash((seen, token))
+        content.append(seen)
+    return content
+
+
 class SlowDevice:
-    """What each launch reads and writes. It checks that a row finds its own KV, and that no write leaves its pages."""
+    """What each launch reads and writes. It checks that a row finds its own KV, or one of equal content, and that no write leaves its pages."""
 
     def __init__(self, num_rows, page_size, alloc_len):
         self.page_size, self.alloc_len = page_size, alloc_len
         self.pages = [[] for _ in range(num_rows)]
+        self.tokens = [[] for _ in range(num_rows)]  # of each row, the pending one included
         self.frontier = np.zeros(num_rows, np.int32)
         self.generation = [0] * num_rows
-        self.kv = {}  # (page, offset) -> (serial, position), or None where a rejected draft wrote
+        self.kv = {}  # (page, offset) -> content, or None where a rejected draft wrote
 
     def _slot(self, row, position):
         return self.pages[row][position // self.page_size], position % self.page_size
 
-    def launch(self, batch, runs):
-        """Runs `batch`, in which row `i` emits `runs[i]`; returns the result."""
+    def _check(self, row, length):
+        for position, content in enumerate(kv_of(self.tokens[row][:length])):
+            assert self.kv[self._slot(row, position)] == content, (row, position)
+
+    def _write(self, row, start, right, written):
+        assert start + written <= len(self.pages[row]) * self.page_size, "a write past the allocation"
+        content = kv_of(self.tokens[row][: start + right])
+        for position in range(start, start + written):
+            self.kv[self._slot(row, position)] = content[position] if position < start + right else None
+
+    def launch(self, batch, runs, known):
+        """Runs `batch`, in which row `i` emits `runs[i]`, tails last. `known(serial)`: prompt and output as the host has them. Returns the result."""
+        tails = batch.tails if batch.forward_mode is ForwardMode.MIXED else None
         decode = batch.forward_mode is ForwardMode.DECODE
-        stride = self.alloc_len
-        tokens = np.zeros((len(runs), stride), np.int32)
+        parts = [(batch, i, decode) for i in range(len(batch.rows))]
+        parts += [(tails, i, True) for i in range(len(tails.rows) if tails else 0)]
+        tokens = np.zeros((len(runs), self.alloc_len), np.int32)
         accept_lens, status = np.ones(len(runs), np.int32), np.zeros(len(runs), np.int32)
-        for i, (row, serial) in enumerate(zip(batch.rows.tolist(), batch.serials.tolist(), strict=True)):
-            new_pages = [page for page in batch.new_pages[i].tolist() if page >= 0]
-            if decode:
-                assert self.generation[row] == batch.expected_iter[i], "the row holds somebody else's past"
-                assert len(self.pages[row]) == batch.first_page[i]
-                self.pages[row] = self.pages[row] + new_pages
+        rows = []
+        for k, ((part, i, moves_on), given) in enumerate(zip(parts, runs, strict=True)):
+            row, serial = int(part.rows[i]), int(part.serials[i])
+            rows.append(row)
+            pages = [page for page in part.new_pages[i].tolist() if page > 0]
+            failed = given == NOT_FINITE
+            status[k] = RowStatus.NOT_FINITE if failed else RowStatus.OK
+            run = [0] if failed else given
+            if moves_on:
+                assert self.generation[row] == part.expected_iter[i], "the row holds somebody else's past"
+                assert len(self.pages[row]) == part.first_page[i]
+                self.pages[row] = self.pages[row] + pages
                 start = int(self.frontier[row])
-                for position in range(start):
-                    assert self.kv[self._slot(row, position)] == (serial, position), (row, position)
+                self._check(row, start)
+                right, written = len(run), self.alloc_len if decode else 1
+                assert decode or len(run) == 1, "a tail emits one token"
+                self.tokens[row] = self.tokens[row] + run
             else:
-                self.pages[row], start = new_pages, 0
-            run = [0] if runs[i] == NOT_FINITE else runs[i]
-            status[i] = RowStatus.NOT_FINITE if runs[i] == NOT_FINITE else RowStatus.OK
-            right = len(run) if decode else int(batch.extend_lens[i])
-            written = self.alloc_len if decode else right
-            assert start + written <= len(self.pages[row]) * self.page_size, "a write past the allocation"
-            for offset in range(written):
-                self.kv[self._slot(row, start + offset)] = (serial, start + offset) if offset < right else None
+                self.pages[row] = pages
+                start, right = int(part.prefix_lens[i]), int(part.extend_lens[i])
+                assert start % self.page_size == 0 and right > 0
+                written = right
+                self.tokens[row] = known(serial)[: start + right]
+                self._check(row, start)
+                run = [] if part.goes_on[i] else run
+            self._write(row, start, right, written)
+            if not moves_on:
+                self.tokens[row] = self.tokens[row] + run
             self.frontier[row] = start + right
             self.generation[row] = int(batch.forward_iter)
-            accept_lens[i] = len(run)
-            tokens[i, : len(run)] = run
+            accept_lens[k] = len(run)
+            tokens[k, : len(run)] = run
         return GenerationBatchResult(
             next_token_ids=tokens,
             accept_lens=accept_lens,
-            new_seq_lens=self.frontier[batch.rows],
+            new_seq_lens=self.frontier[rows],
             status=status,
             stop_at=np.full(len(accept_lens), NEVER, np.int32),
         )
@@ -150,18 +184,36 @@ class SlowDevice:
 # --- the scheduler, one request at a time -----------------------------------------------------------------------------
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class SlowRequest:
     serial: int
-    prompt_len: int
+    prompt: list
     max_new_tokens: int
     stops: tuple
+    priority: int = 0
+    shares: bool = False  # its pages have names
     output: list = dataclasses.field(default_factory=list)  # every token settled
     visible: list = dataclasses.field(default_factory=list)  # those the user sees
+    fill_len: int = 0
     committed: int = 0
     allocated: int = 0
+    locked: list = dataclasses.field(default_factory=list)  # names of the cached pages it begins with
+    life: int = 0  # +1 whenever it loses its row
+    started: bool = False
     aborted: bool = False
     reason: FinishReason = FinishReason.NONE
+
+    @property
+    def prompt_len(self):
+        return len(self.prompt)
+
+    @property
+    def filling(self):
+        return self.committed < self.fill_len
+
+    @property
+    def to_go(self):
+        return min(self.max_new_tokens - len(self.output), 4096)
 
     def take(self, run, stop_at=NEVER):
         """One token after another, as plain decoding would; the text stops at token `stop_at`. Returns the tokens that the user sees."""
@@ -187,70 +239,337 @@ class SlowRequest:
 
 
 class SlowScheduler:
-    """Lists and dictionaries. A flight holds requests, not rows and epochs: a request that ended is simply skipped."""
+    """Lists and dictionaries. A flight holds requests and the lives they had, not rows and epochs: one that lost its row is simply skipped.
+
+    A cached page is known by all the tokens up to its end, and those its draft looks ahead to.
+    """
 
     def __init__(self, limits, *, max_running, num_pages, page_size):
         self.limits, self.max_running, self.num_pages, self.page_size = limits, max_running, num_pages, page_size
         self.waiting, self.running, self.flights, self.ended = [], {}, [], {}
+        self.cached, self.clock = {}, 0  # name -> last use
+        self.ratio = np.float32(limits.new_token_ratio)
+        self.left = []  # of the newest plan: (serial, reason)
+        self.counts = collections.Counter()
+
+    # pages
 
     def pages(self, request):
         return ceil_to(request.allocated, self.page_size) // self.page_size
 
-    def worst(self, request):
-        """Pages at the last plan that can launch the request: all but one token settled, the reserve on top."""
-        if request.max_new_tokens == 1:
-            return ceil_to(request.prompt_len, self.page_size) // self.page_size
-        committed = request.prompt_len + request.max_new_tokens - 2
-        return ceil_to(committed + (self.limits.depth + 1) * self.limits.alloc_len, self.page_size) // self.page_size
+    def names(self, tokens, length):
+        p, ahead = self.page_size, self.limits.lookahead
+        return [tuple(tokens[: (i + 1) * p + ahead]) for i in range((length - ahead) // p)]
+
+    def num_free(self):
+        return (
+            self.num_pages
+            - len(self.cached)
+            - sum(self.pages(request) - len(request.locked) for request in self.running.values())
+        )
+
+    def unlocked(self):
+        held = {name for request in self.running.values() for name in request.locked}
+        return [name for name in self.cached if name not in held]
+
+    def room(self):
+        return self.num_free() + len(self.unlocked())
+
+    def touch(self, names):
+        self.clock += 1
+        for name in names:
+            self.cached[name] = self.clock
+
+    def evict_for(self, pages):
+        while pages > self.num_free():
+            oldest = min(self.unlocked(), key=lambda name: (self.cached[name], -len(name)))
+            del self.cached[oldest]
+            self.counts["evicted"] += 1
+
+    def cache(self, request, names, *, running):
+        kept = len(request.locked)
+        self.counts["doubles"] += sum(name in self.cached for name in names[kept:])
+        if running:
+            new = []
+            for name in names[kept:]:
+                if name in self.cached:
+                    break
+                new.append(name)
+            names = names[:kept] + new
+        if names:
+            self.touch(names)
+            if len(names) > kept:
+                request.locked = names
+
+    # rows
 
     def wants_launch(self, request):
-        in_flight = sum(request in flight for _, flight in self.flights)
-        return len(request.output) + in_flight < request.max_new_tokens
+        in_flight = sum(
+            other is request and life == request.life and emits
+            for _, flight in self.flights
+            for other, life, emits in flight
+        )
+        return not request.filling and len(request.output) + in_flight < request.max_new_tokens
 
-    def plan(self):
-        """`(mode, rows, new pages of each)`, or None."""
-        rows, tokens = [], 0
-        promised = sum(self.worst(request) for request in self.running.values())
-        while self.waiting and len(rows) < self.limits.max_prefill_rows and len(self.running) < self.max_running:
-            head = self.waiting[0]
-            too_long = rows and tokens + head.prompt_len > self.limits.max_prefill_tokens
-            if too_long or promised + self.worst(head) > self.num_pages:
+    def active(self):
+        return [row for row in sorted(self.running) if self.wants_launch(self.running[row])]
+
+    def short(self, rows):
+        reserve = (self.limits.depth + 1) * self.limits.alloc_len
+        return sum(
+            next_allocated(request.allocated, request.committed, reserve, self.page_size) // self.page_size
+            - self.pages(request)
+            if ceil_to(request.committed + reserve, self.page_size) > request.allocated
+            else 0
+            for request in (self.running[row] for row in rows)
+        )
+
+    def leave(self, row, reason):
+        request = self.running.pop(row)
+        request.life += 1
+        request.locked, request.committed, request.allocated, request.started = [], 0, 0, False
+        self.left.append((request.serial, reason))
+        if reason is FinishReason.NONE:
+            self.counts["retracted"] += 1
+            place = sum(other.priority > request.priority for other in self.waiting)
+            self.waiting.insert(place, request)
+        else:
+            request.reason = reason
+            self.ended[request.serial] = request
+
+    def rank(self, row):
+        r = self.running[row]
+        return (not r.aborted, r.priority, len(r.output), -r.prompt_len, -r.serial)
+
+    def retract_one(self, rows):
+        """Takes the one that has least to lose."""
+        row = min(rows, key=self.rank)
+        self.leave(row, FinishReason.ABORT if self.running[row].aborted else FinishReason.NONE)
+        return row
+
+    # plan
+
+    def budget_left(self, set_aside):
+        promised = sum(request.to_go for request in self.running.values()) * float(self.ratio)
+        promised += sum(request.fill_len - request.committed for request in self.running.values() if request.filling)
+        return self.room() - set_aside, promised
+
+    def begin(self, request):
+        """The cached pages a waiting request would begin with."""
+        names = self.names(request.prompt, request.prompt_len) if request.shares else []
+        most = (request.prompt_len + len(request.output) - 1) // self.page_size
+        names = names[:most]
+        hit = next((i for i, name in enumerate(names) if name not in self.cached), len(names))
+        return names[:hit], names[hit:]
+
+    def gain(self, soon, following):
+        """Tokens that others compute now and this one would."""
+        count = 0
+        while count < len(following) and following[count] in soon:
+            count += 1
+        return count * self.page_size
+
+    def cut(self, start, end, budget):
+        """One token more after another, as long as it may end there."""
+        fine = [
+            n
+            for n in range(1, min(budget, end - start) + 1)
+            if start + n == end or ((start + n) % self.page_size == 0 and end - start - n >= self.limits.lookahead)
+        ]
+        return max(fine, default=0)
+
+    def fits(self, request, start, length, pages, promised, anybody):
+        p, end = self.page_size, start + length
+        new = ceil_to(end, p) // p - start // p
+        if new > pages:
+            return False
+        reserve = (self.limits.depth + 1) * self.limits.alloc_len
+        room_for = max(request.to_go, reserve if request.max_new_tokens - len(request.output) > 1 else 0)
+        wants = request.prompt_len + len(request.output) - start + p + room_for
+        return not anybody or wants + promised <= pages * p
+
+    def preempt(self):
+        while self.waiting:
+            head, lower = self.waiting[0], [r for r in self.running.values() if not r.aborted]
+            if not lower or head.priority <= min(r.priority for r in lower):
+                return
+            hit, _ = self.begin(head)
+            pages, promised = self.budget_left(self.short(self.active()))
+            pages -= len([name for name in hit if name in self.unlocked()])
+            start = len(hit) * self.page_size
+            length = self.cut(start, head.prompt_len + len(head.output), self.limits.max_prefill_tokens)
+            if len(self.running) < self.max_running and self.fits(
+                head, start, length, pages, promised, bool(self.running)
+            ):
+                return
+            lowest = min(r.priority for r in lower)
+            self.counts["preempted"] += 1
+            self.retract_one([row for row, r in self.running.items() if r.priority == lowest and not r.aborted])
+
+    def admit(self, set_aside):
+        """`[(row, start, length)]` of the prompts that go into the next batch."""
+        tokens, p, chosen = self.limits.max_prefill_tokens, self.page_size, []
+        for row, request in list(self.running.items()):
+            if request.filling:
+                length = self.cut(request.committed, request.fill_len, tokens)
+                new = ceil_to(request.committed + length, p) // p - request.committed // p
+                if new > self.room() - set_aside:
+                    return []
+                chosen.append((row, request.committed, length))
+                request.committed = request.allocated = request.committed + length
+                tokens -= length
+                if request.filling:
+                    self.evict_for(0)
+                    return chosen
+        promised = self.budget_left(set_aside)[1]
+        soon = [
+            name
+            for r in self.running.values()
+            if not r.started and r.shares
+            for name in self.names(r.prompt, r.prompt_len)
+        ]
+        order = list(self.waiting)
+        if self.limits.policy == "longest-prefix":
+            order.sort(key=lambda r: (-r.priority, -len(self.begin_all(r))))
+        entered = []
+        for request in order:
+            if len(chosen) == self.limits.max_prefill_rows or len(self.running) == self.max_running:
                 break
+            hit, following = self.begin(request)
+            start, end = len(hit) * p, request.prompt_len + len(request.output)
+            length = self.cut(start, end, tokens)
+            pages = self.room() - set_aside - len([name for name in hit if name in self.unlocked()])
+            anybody = bool(self.running)
+            if (
+                not length
+                or self.gain(soon, following) >= 32
+                or not self.fits(request, start, length, pages, promised, anybody)
+            ):
+                break
+            if anybody:
+                reserve = (self.limits.depth + 1) * self.limits.alloc_len
+                wants = max(request.to_go, reserve if request.max_new_tokens - len(request.output) > 1 else 0)
+                promised += end - start + p + wants - length
             row = min(set(range(1, self.max_running + 1)) - set(self.running))
-            self.running[row] = self.waiting.pop(0)
-            promised, tokens = promised + self.worst(head), tokens + head.prompt_len
-            head.committed = head.allocated = head.prompt_len
-            rows.append(row)
-        if rows:
-            self.flights.append(("extend", [self.running[row] for row in rows]))
-            return "extend", rows, [self.pages(self.running[row]) for row in rows]
-        rows = [row for row in sorted(self.running) if self.wants_launch(self.running[row])]
-        if not rows:
-            return None
-        new_pages = []
+            self.running[row] = request
+            entered.append(request)
+            request.locked, request.fill_len = hit, end
+            if hit:
+                self.touch(hit)
+                self.counts["hits"] += 1
+            request.committed = request.allocated = start + length
+            soon += self.names(request.prompt, request.prompt_len) if request.shares else []
+            chosen.append((row, start, length))
+            tokens -= length
+            if request.filling:
+                break
+        for request in entered:
+            self.waiting.remove(request)
+        self.evict_for(0)  # what was handed out beyond the free pages
+        return chosen
+
+    def begin_all(self, request):
+        names = self.names(request.prompt, request.prompt_len) if request.shares else []
+        return names[: next((i for i, name in enumerate(names) if name not in self.cached), len(names))]
+
+    def make_room(self, rows):
+        """The rows that can be launched, their reserves in place."""
+        retracted = False
+        while self.short(rows) > self.room():
+            able = [row for row in self.running if row in rows or self.running[row].filling]
+            if len(able) > 1:
+                gone = self.retract_one(able)
+                retracted |= self.left[-1][1] is FinishReason.NONE
+                rows = [row for row in rows if row != gone]
+            elif len(self.running) > 1:
+                rows = []
+            else:
+                self.leave(able[0], FinishReason.OUT_OF_PAGES)
+                rows = []
+        self.evict_for(self.short(rows))
+        if retracted:
+            survivors = [self.running[row] for row in rows]
+            wanted = sum(len(r.output) for r in survivors) + 20 * len(survivors)
+            self.ratio = np.float32(min(1.0, wanted / (sum(r.max_new_tokens for r in survivors) + 1)))
+        return rows
+
+    def grow(self, rows):
+        """Reserves; the new pages of each row."""
+        reserve, new_pages = (self.limits.depth + 1) * self.limits.alloc_len, []
         for row in rows:
             request, before = self.running[row], self.pages(self.running[row])
-            reserve = (self.limits.depth + 1) * self.limits.alloc_len
             request.allocated = next_allocated(request.allocated, request.committed, reserve, self.page_size)
             new_pages.append(self.pages(request) - before)
-        assert sum(self.pages(request) for request in self.running.values()) <= self.num_pages
-        self.flights.append(("decode", [self.running[row] for row in rows]))
-        return "decode", rows, new_pages
+        assert self.num_free() >= 0
+        return new_pages
+
+    def plan(self):
+        """`(mode, [(row, start, length)], [(row, new pages)])` of prompts and of rows that move on, or None."""
+        self.left = []
+        if not self.running:
+            self.ratio = np.float32(self.limits.new_token_ratio)
+        for row, request in list(self.running.items()):
+            if request.aborted and request.filling:
+                self.leave(row, FinishReason.ABORT)
+        if self.waiting or any(request.filling for request in self.running.values()):
+            self.preempt()
+            rows = self.active()
+            short = self.short(rows)
+            prompts = self.admit(short) if short <= self.room() else []
+            if prompts:
+                flight = [
+                    (self.running[row], self.running[row].life, not self.running[row].filling) for row, *_ in prompts
+                ]
+                ends = [start + length for _, start, length in prompts]
+                tails = []
+                if self.limits.mixed and rows:
+                    self.evict_for(short)
+                    tails = list(zip(rows, self.grow(rows), strict=True))
+                    flight += [(self.running[row], self.running[row].life, True) for row, _ in tails]
+                    self.counts["mixed"] += 1
+                self.counts["chunks"] += any(self.running[row].filling for row, *_ in prompts)
+                self.flights.append((("mixed" if tails else "extend", ends), flight))
+                return "mixed" if tails else "extend", prompts, tails
+        before = len(self.left)
+        rows = self.make_room(self.active())
+        if not rows:
+            if not self.flights:
+                for row in list(self.running):
+                    self.leave(row, FinishReason.OUT_OF_PAGES)
+            return None
+        if len(self.left) == before:
+            step = (self.limits.new_token_ratio - self.limits.min_new_token_ratio) / self.limits.ratio_steps
+            self.ratio = np.float32(max(self.limits.min_new_token_ratio, float(self.ratio) - step))
+        moves = list(zip(rows, self.grow(rows), strict=True))
+        self.flights.append((("decode", []), [(self.running[row], self.running[row].life, True) for row in rows]))
+        return "decode", [], moves
 
     def settle(self, runs):
-        """The oldest flight lands. Returns `(serial, tokens shown, reason)` of each request that still lives."""
-        mode, flight = self.flights.pop(0)
-        emitted = []
-        for request, run in zip(flight, runs, strict=True):
-            if request.reason is not FinishReason.NONE:
+        """The oldest flight lands. Returns `(serial, tokens shown, reason)` of each request that still has its row."""
+        (_, ends), flight = self.flights.pop(0)
+        emitted, finished = [], []
+        for i, ((request, life, emits), run) in enumerate(zip(flight, runs, strict=True)):
+            if life != request.life or request.reason is not FinishReason.NONE:
+                self.counts["late"] += 1
                 continue
-            shown = request.take(run)
-            if mode == "decode" and run != NOT_FINITE:
+            shown = request.take(run if emits or run == NOT_FINITE else [])
+            request.started |= emits
+            if i >= len(ends) and run != NOT_FINITE:
                 request.committed += len(run)
             emitted.append((request.serial, shown, request.reason))
             if request.reason is not FinishReason.NONE:
-                self.ended[request.serial] = request
-                self.running = {row: other for row, other in self.running.items() if other is not request}
+                finished.append(request)
+            elif i < len(ends) and request.shares and ends[i] >= self.page_size:
+                names = self.names(request.prompt, request.prompt_len)[: ends[i] // self.page_size]
+                self.cache(request, names, running=True)
+        for request in finished:
+            names = []
+            if request.shares and request.reason is not FinishReason.ERROR:
+                names = self.names(request.prompt + request.output, request.committed)
+            self.cache(request, names, running=False)
+        for request in finished:
+            self.ended[request.serial] = request
+            self.running = {row: other for row, other in self.running.items() if other is not request}
         return emitted
 
     def abort(self, serial):
@@ -301,7 +620,8 @@ class Run:
 
     def __init__(
         self, *, page_size=1, num_pages=400, max_running=1, context_len=256, alloc_len=4, depth=1, max_accept=None,
-        max_prefill_tokens=256, max_prefill_rows=8,
+        max_prefill_tokens=256, max_prefill_rows=8, mixed=False, lookahead=0, policy="fcfs", new_token_ratio=0.7,
+        ratio_steps=600,
     ):  # fmt: skip
         self.limits = Limits(
             context_len=context_len,
@@ -309,6 +629,12 @@ class Run:
             depth=depth,
             max_prefill_tokens=max_prefill_tokens,
             max_prefill_rows=max_prefill_rows,
+            lookahead=lookahead,
+            mixed=mixed,
+            policy=policy,
+            new_token_ratio=new_token_ratio,
+            min_new_token_ratio=0.14 * new_token_ratio,
+            ratio_steps=ratio_steps,
         )
         self.max_accept = max_accept or alloc_len
         self.state = freeze(
@@ -316,6 +642,9 @@ class Run:
         )
         self.device = SlowDevice(max_running + 1, page_size, alloc_len)
         self.results = []
+        self.content = {}  # serial -> prompt and settled output
+        self.shares = {}  # serial -> its pages have names
+        self.left = ()  # of the newest plan
         self.checked = True
 
     def check(self):
@@ -323,8 +652,19 @@ class Run:
             check(self.state, limits=self.limits, frontier=self.device.frontier, max_accept=self.max_accept)
         return freeze(self.state)
 
-    def submit(self, serial, prompt_len, max_new_tokens=100, stops=()):
-        self.state = submit(self.state, Waiting(serial, prompt_len, max_new_tokens, stops))
+    def keys(self, tokens):
+        return page_keys(
+            np.array(tokens, np.int32), page_size=self.state.ledger.page_size, lookahead=self.limits.lookahead
+        )
+
+    def submit(self, serial, prompt, max_new_tokens=100, stops=(), *, priority=0):
+        """`prompt`: tokens, whose pages may be shared, or a number of tokens that nobody else has."""
+        self.shares[serial] = not isinstance(prompt, int)
+        tokens = list(range(1000 * serial, 1000 * serial + prompt)) if isinstance(prompt, int) else list(prompt)
+        self.content[serial] = tokens
+        keys = self.keys(tokens) if self.shares[serial] else ()
+        request = Waiting(serial, len(tokens), max_new_tokens, stops, priority=priority, page_keys=keys)
+        self.state = submit(self.state, request)
         self.check()
 
     def abort(self, serial):
@@ -334,21 +674,33 @@ class Run:
 
     def plan(self):
         """Plans; the caller must `launch` the batch before anything else."""
-        before = launchable(self.state.requests, self.state.launched)
-        self.state, batch = plan(self.state, limits=self.limits)
-        if batch is not None and batch.forward_mode is ForwardMode.DECODE:
-            assert batch.rows.tolist() == np.nonzero(before)[0].tolist(), "a running row lacked a page"
+        self.state, batch, self.left = plan(self.state, limits=self.limits)
+        if batch is None:
+            self.check()
         return batch
 
     def launch(self, batch, runs):
-        self.results.append(freeze(self.device.launch(batch, runs)))
-        for row in batch.rows.tolist():
+        self.results.append(freeze(self.device.launch(batch, runs, self.content.__getitem__)))
+        for row in self.state.launched[-1].rows.tolist():
             held = num_pages_held(self.state.ledger)[row]
             assert self.state.ledger.page_table[row, :held].tolist() == self.device.pages[row]
         self.check()
 
     def settle(self):
-        self.state, launched, settled = settle_oldest(self.state, self.results.pop(0))
+        result = self.results.pop(0)
+        self.state, launched, settled = settle_oldest(self.state, result)
+        for i in np.nonzero(settled.live)[0].tolist():
+            serial = int(self.state.requests.serial[launched.rows[i]])
+            self.content[serial] = self.content[serial] + result.next_token_ids[i, : settled.num_new[i]].tolist()
+        ended = {}
+        for i in np.nonzero(settled.finish_reason)[0].tolist():
+            row = int(launched.rows[i])
+            serial = int(self.state.requests.serial[row])
+            failed = settled.finish_reason[i] == FinishReason.ERROR or not self.shares[serial]
+            committed = int(self.state.ledger.kv_committed_len[row])
+            ended[row] = () if failed else self.keys(self.content[serial][:committed])
+        if ended:
+            self.state = retire(self.state, ended)
         self.check()
         return launched, settled
 

@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 
-from jspec.config import KERNEL_BACKENDS, MAX_PAGE_SIZE, EngineConfig, SamplingParams
+from jspec.config import KERNEL_BACKENDS, MAX_PAGE_SIZE, POLICIES, EngineConfig, SamplingParams
 
 INF, NAN = float("inf"), float("nan")
 
@@ -31,6 +31,8 @@ BAD_SAMPLING = [
     ("seed", TypeError, [1.0, "7", True]),
     ("stop_token_ids", TypeError, [3, "3", "", (1.5,), ("2",), (True,), (None,), None, 2.5]),
     ("stop_token_ids", ValueError, [(-1,), (3, -7)]),
+    ("priority", ValueError, [2**31, -(2**31) - 1]),
+    ("priority", TypeError, [1.0, "1", None, True]),
     ("ignore_eos", TypeError, [1, 0, "yes", None]),
 ]
 GOOD_SAMPLING = [
@@ -44,6 +46,7 @@ GOOD_SAMPLING = [
     ("min_p", [0, 0.0, 1, 1.0]),
     ("seed", [None, 0, 2**32 - 1, np.uint32(7)]),
     ("stop_token_ids", [(), [], [0], (5, 5), range(3), np.array([4, 2])]),
+    ("priority", [0, 5, -3, 2**31 - 1, -(2**31), np.int64(7)]),
     ("ignore_eos", [True, False]),
 ]
 BAD_ENGINE = [
@@ -75,6 +78,11 @@ BAD_ENGINE = [
     ("kv_memory_bytes", TypeError, [1e9, "1G", False]),
     ("max_prefill_tokens", ValueError, [0, -1]),
     ("max_prefill_tokens", TypeError, [1.5, "2", True]),
+    ("mixed_batches", TypeError, [1, 0, None, "on"]),
+    ("prefix_cache", TypeError, [1, 0, None, "on"]),
+    ("policy", ValueError, ["", "lru", "FCFS", "longest_prefix", None, 3, ("fcfs",)]),
+    ("schedule_conservativeness", ValueError, [0, 0.0, -0.5, INF, -INF, NAN]),
+    ("schedule_conservativeness", TypeError, [None, "1", True, 1j]),
     ("batch_buckets", ValueError, [(), (0, 8), (-1, 8), (4, 2, 8), (8, 8), (1, 2), (1, 16)]),
     ("batch_buckets", TypeError, [(1.0, 8), ("8",), (True, 8), 8, "8"]),
     ("prefill_buckets", ValueError, [(), (0, 64), (128, 64), (64, 64)]),
@@ -105,6 +113,10 @@ GOOD_ENGINE = [
     ("kv_tokens", [None, 1]),
     ("kv_memory_bytes", [None, 1, 2**40]),
     ("max_prefill_tokens", [None, 1]),
+    ("mixed_batches", [True, False]),
+    ("prefix_cache", [True, False]),
+    ("policy", POLICIES),
+    ("schedule_conservativeness", [1, 1.0, 1e-6, 100, np.float32(0.3)]),
     ("batch_buckets", [None, (8,), (1, 2, 8), [3, 8]]),
     ("prefill_buckets", [None, (64,), (16, 100), [16, 100]]),
     ("overlap", [True, False]),

@@ -18,18 +18,28 @@ ROOT = Path(jspec.__file__).parent
 SITES = {
     "kv_committed_len": {
         ("state/ledger.py", "init_ledger"): 1,
-        ("scheduler/extend.py", "prepare_extend"): 1,  # prompt tokens, whose number is known when planned
+        ("scheduler/extend.py", "share_prefix"): 1,  # prompt tokens that the prefix cache holds
+        ("scheduler/extend.py", "prepare_extend"): 1,  # those computed, whose number is known when planned
         ("scheduler/settle.py", "settle"): 1,  # everything else
         ("scheduler/release.py", "release"): 1,  # to zero
     },
     "kv_allocated_len": {
         ("state/ledger.py", "init_ledger"): 1,
+        ("scheduler/extend.py", "share_prefix"): 1,
         ("scheduler/extend.py", "prepare_extend"): 1,
         ("scheduler/reserve.py", "reserve"): 1,
         ("scheduler/release.py", "release"): 1,
     },
+    "cache_protected_len": {
+        ("state/ledger.py", "init_ledger"): 1,
+        ("scheduler/extend.py", "share_prefix"): 1,  # pages that it takes from the cache
+        ("scheduler/prefix_cache.py", "cache_prefix"): 1,  # pages that it hands to it
+        ("scheduler/release.py", "release"): 1,
+    },
     "output_len": {
         ("state/requests.py", "init_requests"): 1,
+        ("scheduler/retract.py", "leave"): 1,  # of the `Waiting` that goes back to the queue, with what it had settled
+        ("scheduler/admit.py", "_enter"): 1,  # the same number, when it gets a row again
         ("scheduler/settle.py", "settle"): 1,
         ("scheduler/release.py", "release"): 1,
     },
@@ -40,11 +50,15 @@ SITES = {
 }
 """By clock: the functions that may write it, and how often each does."""
 
-NO_WRITES = {("new_seq_lens", "GenerationBatchResult"), ("output_len", "_require")}
+NO_WRITES = {
+    ("new_seq_lens", "GenerationBatchResult"),
+    ("new_seq_lens", "Prefill"),  # what a prefill is about to publish
+    ("output_len", "_require"),
+}
 """Calls with a keyword of the same name that is another type's field, or a word of a message."""
 
 READERS_OF_NO_HOST_CLOCK = ("spec_workers", "models", "pallas_kernels")
-HOST_NAMES = ("kv_committed_len", "kv_allocated_len", "SchedulerState")
+HOST_NAMES = ("kv_committed_len", "kv_allocated_len", "cache_protected_len", "SchedulerState")
 
 
 @functools.cache
@@ -159,6 +173,11 @@ def test_device_code_names_no_host_clock():
         ("spec_workers/chain.py", "def f(m): return dataclasses.replace(m, new_seq_lens=1)", "new_seq_lens"),
         ("future_map/relay.py", "def stash(m): return dataclasses.replace(m, new_seq_lens=1)", "new_seq_lens"),
         ("scheduler/admit.py", "def f(r): return replace(r, output_len=0)", "output_len"),
+        ("scheduler/retract.py", "def retract(r): return replace(r, output_len=0)", "output_len"),
+        ("scheduler/retract.py", "def make_room(l): return replace(l, kv_allocated_len=0)", "kv_allocated_len"),
+        ("scheduler/extend.py", "def share_prefix(l): return replace(l, kv_committed_len=0)", "kv_committed_len"),
+        ("scheduler/prefix_cache.py", "def evict(l): return replace(l, cache_protected_len=0)", "cache_protected_len"),
+        ("spec_workers/forward.py", "def f(p): return p._replace(new_seq_lens=0)", "new_seq_lens"),
     ],
 )
 def test_a_new_writer_is_found(file, line, field):

@@ -64,7 +64,7 @@ def _start(rows: int, context_len: int, page_size: int, num_iterations: int, pro
         max_running=rows,
         context_len=context_len,
         batch_buckets=(rows,),
-        prefill_buckets=(context_len,),
+        prefill_buckets=(min(context_len, 2048),),
     )
     worker = stub_worker(verify_width=VERIFY_WIDTH, accept_len=ACCEPT_LEN)
     engine = Engine(config, target=stub_target(context_len), worker=worker, progress=progress)

@@ -9,7 +9,8 @@ from jspec.future_map import publish, resolve, stash
 from jspec.models.target import TargetFacts, TargetModel
 from jspec.spec_workers.base import DeviceSizes, DeviceState, PhaseOutput, SpecWorker, VerifyKind, init_device
 from jspec.spec_workers.chain import Carry
-from jspec.spec_workers.upload import DecodeInputs, ExtendInputs, apply_decode, apply_extend, pack_outcome
+from jspec.spec_workers.forward import begin_extend
+from jspec.spec_workers.upload import DecodeInputs, ExtendInputs, apply_decode, pack_outcome
 
 VOCAB_SIZE = 1000
 
@@ -51,32 +52,34 @@ def stub_worker(*, verify_width: int = 4, accept_len: int = 3) -> SpecWorker:
     def init(sizes: DeviceSizes) -> DeviceState:
         return init_device(sizes, kv_pages=(), carry=Carry(bonus=jax.ShapeDtypeStruct((), jnp.int32)))
 
-    def leave(device, inputs, accept_lens, new_seq_lens) -> PhaseOutput:
-        future = publish(device.future, inputs.rows, new_seq_lens, forward_iter=inputs.forward_iter)
-        tokens = jnp.broadcast_to(jnp.arange(verify_width, dtype=jnp.int32), (inputs.rows.shape[0], verify_width))
+    def leave(device, rows, forward_iter, accept_lens, new_seq_lens) -> PhaseOutput:
+        future = publish(device.future, rows, new_seq_lens, forward_iter=forward_iter)
+        tokens = jnp.broadcast_to(jnp.arange(verify_width, dtype=jnp.int32), (rows.shape[0], verify_width))
         status = jnp.zeros_like(new_seq_lens)
         return PhaseOutput(
             dataclasses.replace(device, future=future),
             pack_outcome(tokens, accept_lens, new_seq_lens, status),
-            new_seq_lens,
+            (rows, new_seq_lens),
         )
 
     def extend_phase(params, device: DeviceState, inputs: ExtendInputs, *, table_width: int) -> PhaseOutput:
         del params, table_width
-        device = apply_extend(device, inputs)
-        return leave(device, inputs, jnp.ones_like(inputs.rows), inputs.prefix_lens + inputs.extend_lens)
+        device, prompts = begin_extend(device, inputs)
+        accept_lens = jnp.where(prompts.goes_on, 0, 1)
+        return leave(device, prompts.batch.rows, inputs.forward_iter, accept_lens, prompts.new_seq_lens)
 
     def verify_phase(params, device: DeviceState, inputs: DecodeInputs, *, table_width: int, depth: int) -> PhaseOutput:
         del params, table_width
         device = apply_decode(device, inputs)
         seq_lens, _, fresh = resolve(device.future, inputs.rows, expected_iter=inputs.expected_iter)
         accept_lens = jnp.full_like(inputs.rows, accept_len)
-        output = leave(device, inputs, accept_lens, seq_lens + accept_lens)
+        output = leave(device, inputs.rows, inputs.forward_iter, accept_lens, seq_lens + accept_lens)
         return output._replace(outcome=output.outcome.at[:, 2].set(jnp.where(fresh | (inputs.rows == 0), 0, 1)))
 
     def commit(params, device: DeviceState, inputs, handoff, *, table_width: int) -> DeviceState:
         del params, table_width
-        future = stash(device.future, inputs.rows, Carry(bonus=handoff), forward_iter=inputs.forward_iter)
+        rows, new_seq_lens = handoff
+        future = stash(device.future, rows, Carry(bonus=new_seq_lens), forward_iter=inputs.forward_iter)
         return dataclasses.replace(device, future=future)
 
     return SpecWorker(

@@ -63,3 +63,19 @@ def check_request(
             f"pool has {num_pages * page_size}: lower max_new_tokens, or raise kv_tokens or kv_memory_bytes"
         )
     return max_new_tokens
+
+
+def check_chunks(limits: Limits, *, page_size: int) -> None:
+    """Raises ValueError where a long prompt could not go on: a chunk ends at a page's end, and leaves the tokens that its draft looks ahead to."""
+    least = min(limits.context_len, page_size + limits.lookahead)
+    if limits.max_prefill_tokens < least:
+        raise ValueError(
+            f"max_prefill_tokens={limits.max_prefill_tokens} must be at least {least}: a chunk is a page of page_size={page_size} tokens or more"
+            + (f", and the draft looks {limits.lookahead} tokens ahead" if limits.lookahead else "")
+        )
+
+
+def new_token_ratios(conservativeness: float) -> tuple[float, float]:
+    """The share of their remaining tokens that running requests are expected to want, at first and at last, as SGLang sets them."""
+    first = min(0.7 * conservativeness, 1.0)
+    return first, 0.14 * first

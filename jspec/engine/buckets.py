@@ -3,6 +3,8 @@
 import dataclasses
 
 from jspec.config import EngineConfig
+from jspec.scheduler import max_new_pages
+from jspec.spec_workers.upload import ExtendSizes
 from jspec.state.scheduler_state import Limits
 
 SMALLEST_TABLE_TOKENS = 256
@@ -24,26 +26,46 @@ class Buckets:
 
     batch: tuple[int, ...]  # rows of a DECODE batch
     table_width: tuple[int, ...]  # pages a row of a DECODE batch may touch
-    prefill_tokens: tuple[int, ...]  # packed tokens of an EXTEND batch
-    prefill_rows: int  # rows of an EXTEND batch: one size, since padding rows cost nothing there
+    prefill: tuple[
+        ExtendSizes, ...
+    ]  # EXTEND programs by packed tokens; then, where batches are mixed, the same with tails
+
+    def extend(self, num_tokens: int, *, tails: bool) -> ExtendSizes:
+        """The smallest program that prefills so many tokens, and takes tails along."""
+        return next(s for s in self.prefill if s.num_tokens >= num_tokens and bool(s.num_tails) == tails)
 
 
 def make_buckets(config: EngineConfig, limits: Limits, *, pages_per_row: int) -> Buckets:
     """The sizes the configuration asks for, or doubling ones up to what the limits allow.
 
+    A prefill program has one number of rows and one width of the page table, since what no prompt fills costs nothing there.
+
     Raises:
-        ValueError: `prefill_buckets` does not end with the context length.
+        ValueError: `prefill_buckets` does not end with the most tokens that one batch may prefill.
     """
-    if config.prefill_buckets is not None and config.prefill_buckets[-1] != limits.context_len:
+    most = limits.max_prefill_tokens
+    if config.prefill_buckets is not None and config.prefill_buckets[-1] != most:
         raise ValueError(
-            f"prefill_buckets={config.prefill_buckets} must end with context_len={limits.context_len}: a prompt may be that long"
+            f"prefill_buckets={config.prefill_buckets} must end with max_prefill_tokens={most}: one batch may prefill that many"
         )
+    tokens = config.prefill_buckets or _doubling(min(SMALLEST_PREFILL_TOKENS, most), most)
+    new_pages = max_new_pages(alloc_len=limits.alloc_len, depth=limits.depth, page_size=config.page_size)
+    prefill = [
+        ExtendSizes(
+            num_tokens=size,
+            num_rows=limits.max_prefill_rows,
+            num_tails=num_tails,
+            lookahead=max(limits.lookahead, 1),
+            table_width=pages_per_row,
+            max_new_pages=new_pages,
+        )
+        for num_tails in ((0, config.max_running) if limits.mixed else (0,))
+        for size in tokens
+    ]
     return Buckets(
         batch=config.batch_buckets or _doubling(1, config.max_running),
         table_width=_doubling(min(-(-SMALLEST_TABLE_TOKENS // config.page_size), pages_per_row), pages_per_row),
-        prefill_tokens=config.prefill_buckets
-        or _doubling(min(SMALLEST_PREFILL_TOKENS, limits.context_len), limits.context_len),
-        prefill_rows=limits.max_prefill_rows,
+        prefill=tuple(prefill),
     )
 
 

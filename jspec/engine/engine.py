@@ -8,15 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from jspec.config import MAX_STOP_TOKEN_IDS, EngineConfig, SamplingParams
+from jspec.config import EngineConfig, SamplingParams
 from jspec.engine.adaptive import after_settle, depth_of
-from jspec.engine.admission import Prompt, check_request, tokenize
+from jspec.engine.admission import Prompt, check_chunks, check_request, new_token_ratios, tokenize
 from jspec.engine.buckets import fit, make_buckets
+from jspec.engine.extend_upload import extend_upload
 from jspec.engine.logs import Request, TokenLogs
 from jspec.engine.meters import Meters
-from jspec.engine.outputs import FINISH_NAMES, Emission, Emissions, RequestOutput, Summary
+from jspec.engine.outputs import ERRORS, FINISH_NAMES, Emission, Emissions, RequestOutput, Summary
 from jspec.engine.pool import num_kv_pages
-from jspec.engine.programs import DecodeKey, ExtendKey, Programs, use_compilation_cache
+from jspec.engine.programs import DecodeKey, Programs, use_compilation_cache
 from jspec.engine.text_stops import TextStops
 from jspec.models.loading import load_model
 from jspec.models.parallel import num_devices, replicate
@@ -26,21 +27,23 @@ from jspec.scheduler import (
     Aborted,
     Depth,
     DepthRules,
+    Left,
     Settled,
     abort,
     initial_depths,
     max_new_pages,
     plan,
+    retire,
     settle_oldest,
     submit,
 )
 from jspec.spec_workers import SpecWorker, build_worker, check_algorithm
 from jspec.spec_workers.base import DeviceSizes, DeviceState
-from jspec.spec_workers.upload import RowSampling, pack_decode, pack_extend, unpack_outcome
+from jspec.spec_workers.upload import pack_decode, unpack_outcome
 from jspec.state.batches import ForwardMode, ScheduleBatch
-from jspec.state.dense import round_up
 from jspec.state.invariants import check
 from jspec.state.ledger import total_pages
+from jspec.state.prefix_cache import page_keys
 from jspec.state.requests import FinishReason, Waiting
 from jspec.state.results import GenerationBatchResult, Launched, RowStatus
 from jspec.state.scheduler_state import Limits, SchedulerState, init_state
@@ -106,13 +109,20 @@ class Engine:
                 f"context_len={config.context_len} exceeds the {facts.context_len} tokens the model was made for"
             )
         context_len = config.context_len or facts.context_len
+        first_ratio, last_ratio = new_token_ratios(config.schedule_conservativeness)
         self.limits = Limits(
             context_len=context_len,
             alloc_len=worker.alloc_len,
             depth=int(config.overlap),
             max_prefill_tokens=config.max_prefill_tokens or min(context_len, 2048),
             max_prefill_rows=min(config.max_running, 8),
+            lookahead=worker.lookahead,
+            mixed=config.mixed_batches and config.max_running > 1,
+            policy=config.policy,
+            new_token_ratio=first_ratio,
+            min_new_token_ratio=last_ratio,
         )
+        check_chunks(self.limits, page_size=config.page_size)
         num_pages = num_kv_pages(
             config,
             self.limits,
@@ -129,9 +139,6 @@ class Engine:
             num_pages=num_pages,
             pages_per_row=pages_per_row,
             page_size=config.page_size,
-            max_len=round_up(
-                context_len + 2 * worker.alloc_len, 64
-            ),  # rounded, so that workers of near widths share prefill programs
         )
         self._rules = DepthRules(slots=config.adaptive_steps)
         depths = initial_depths(self._rules, worker.depths[-1])
@@ -143,7 +150,6 @@ class Engine:
             self._loop.device,
             self._buckets,
             max_new_pages=pages,
-            page_size=config.page_size,
             mesh=target.mesh,
             progress=progress,
         )
@@ -215,10 +221,13 @@ class Engine:
             raise ValueError(
                 f"rid={rid!r} already names a request that waits or runs: choose another, or let the engine choose"
             )
-        waiting = Waiting(serial, len(tokens), max_new_tokens, self._stop_ids(params))
+        stops, keys = self._stop_ids(params), self._page_keys(tokens) if self.config.prefix_cache else ()
+        waiting = Waiting(serial, len(tokens), max_new_tokens, stops, priority=params.priority, page_keys=keys)
         self._loop = dataclasses.replace(self._loop, state=submit(self._loop.state, waiting))
         self._num_submitted = serial
-        self._requests[serial] = Request(rid=rid, serial=serial, prompt=tokens, params=params)
+        self._requests[serial] = Request(
+            rid=rid, serial=serial, prompt=tokens, params=params, stop_ids=stops, page_keys=keys
+        )
         if params.stop and (stream := self._stream_of(params)):
             self._text_stops.watch(serial, stream)
         self._serial_by_rid[rid] = serial
@@ -240,9 +249,7 @@ class Engine:
         state, found = abort(self._loop.state, serial)
         self._loop = dataclasses.replace(self._loop, state=state)
         if found is Aborted.WAITING:
-            self._undelivered.append(
-                Emission(rid=rid, token_ids=[], output=self._forget(serial, [], [], FinishReason.ABORT))
-            )
+            self._end_off_row(serial, FinishReason.ABORT)
         self._check_state()
         return True
 
@@ -313,13 +320,13 @@ class Engine:
 
     def _launch(self, loop: Loop) -> tuple[Loop, ScheduleBatch | None]:
         """Plans a batch and dispatches its programs; waits for nothing."""
-        state, batch = plan(loop.state, limits=self.limits)
+        state, batch, left = plan(loop.state, limits=self.limits)
+        for gone in left:
+            self._take_off(gone)
         if batch is None:
-            return loop, None
+            return dataclasses.replace(loop, state=state), None
         depth = depth_of(loop.depths, self._rules, batch, full=self.worker.depths[-1])
-        program, upload = (
-            self._extend(batch) if batch.forward_mode is ForwardMode.EXTEND else self._decode(batch, depth)
-        )
+        program, upload = self._extend(batch) if batch.forward_mode.is_prefill else self._decode(batch, depth)
         device, outcome = program(self.worker.params, loop.device, upload)
         previous = loop.outcomes[-1] if loop.outcomes else None
         self._meters.launched(
@@ -336,13 +343,19 @@ class Engine:
         start = time.perf_counter()
         outcome = np.asarray(loop.outcomes[0])
         self._meters.waited(start)
-        result = unpack_outcome(outcome, loop.state.launched[0].rows.shape[0])
+        launched = loop.state.launched[0]
+        num_tails = int(launched.commits.sum()) if launched.forward_mode is ForwardMode.MIXED else 0
+        num_rows = launched.rows.shape[0] - num_tails
+        result = unpack_outcome(outcome, num_rows, num_tails=num_tails, tails_at=self.limits.max_prefill_rows)
         if (result.status == RowStatus.STALE_RELAY).any():
             raise RuntimeError(
                 f"launch {loop.state.launched[0].forward_iter} read a FutureMap row that nobody published for it: a fault of jspec"
             )
         result = self._text_stops.find(loop.state, result)
         state, launched, settled = settle_oldest(loop.state, result)
+        self._logs.append(launched, settled, result)
+        if (settled.finish_reason != FinishReason.NONE).any():
+            state = retire(state, self._keys_of_finished(state, launched, settled))
         correct = result.accept_lens - self.worker.num_non_draft_tokens
         depths = after_settle(loop.depths, self._rules, launched, correct[settled.live], depth=loop.ran_at[0])
         loop = Loop(state, loop.device, loop.outcomes[1:], loop.ran_at[1:], depths)
@@ -356,24 +369,53 @@ class Engine:
 
     def _extend(self, batch: ScheduleBatch):
         requests = [self._requests[serial] for serial in batch.serials.tolist()]
-        for request, row in zip(requests, batch.rows.tolist(), strict=True):
-            request.row = row
-        self._rid_by_row[batch.rows] = [request.rid for request in requests]
-        self._logs.open(batch.rows)
-        params = [request.params for request in requests]
-        sampling = RowSampling(
-            top_k=np.array([p.top_k for p in params], np.int32),
-            seed=np.array([self._seed(request) for request in requests], np.uint32),
-            temperature=np.array([p.temperature for p in params], np.float32),
-            top_p=np.array([p.top_p for p in params], np.float32),
-            min_p=np.array([p.min_p for p in params], np.float32),
-            stop_from=batch.extend_lens + np.array([p.min_new_tokens for p in params], np.int32),
-            stop_token_ids=np.array([_padded(self._stop_ids(p)) for p in params], np.int32),
-        )
-        num_tokens = fit(self._buckets.prefill_tokens, int(batch.extend_lens.sum()))
-        key = ExtendKey(num_tokens, self._buckets.prefill_rows, -(-num_tokens // self.config.page_size))
-        tokens = np.concatenate([request.prompt for request in requests])
-        return self._programs[key], pack_extend(batch, tokens, sampling, **key._asdict())
+        for request, row, start in zip(requests, batch.rows.tolist(), batch.prefix_lens.tolist(), strict=True):
+            if request.row != row:
+                if request.row == 0 and not request.retractions:
+                    request.cached_tokens = start
+                request.row = row
+                self._rid_by_row[row] = request.rid
+                self._logs.open(row, request)
+        sizes = self._buckets.extend(int(batch.extend_lens.sum()), tails=batch.tails is not None)
+        return self._programs[sizes], extend_upload(batch, requests, sizes, seed_of=self._seed)
+
+    def _page_keys(self, tokens: np.ndarray, known: tuple[bytes, ...] = ()) -> tuple[bytes, ...]:
+        return page_keys(tokens, page_size=self.config.page_size, lookahead=self.worker.lookahead, known=known)
+
+    def _keys_of_finished(
+        self, state: SchedulerState, launched: Launched, settled: Settled
+    ) -> dict[int, tuple[bytes, ...]]:
+        """What requests that ended leave to the prefix cache: the pages of their prompt, and of their output where the worker's are fit for others."""
+        keys: dict[int, tuple[bytes, ...]] = {}
+        for i in np.nonzero(settled.finish_reason)[0].tolist():
+            row = int(launched.rows[i])
+            request = self._requests[int(state.requests.serial[row])]
+            committed = int(state.ledger.kv_committed_len[row])
+            if not self.config.prefix_cache or settled.finish_reason[i] == FinishReason.ERROR:
+                keys[row] = ()
+            elif self.worker.caches_output and committed > len(request.prompt):
+                output = self._logs.output(row, committed - len(request.prompt))
+                keys[row] = self._page_keys(np.concatenate([request.prompt, output]), known=request.page_keys)
+            else:
+                keys[row] = request.page_keys
+        return keys
+
+    def _take_off(self, gone: Left) -> None:
+        """A request lost its row in a plan: it waits again, or has ended."""
+        request = self._requests[gone.serial]
+        self._logs.keep(gone.row, gone.output_len, request)
+        request.row = 0
+        if gone.reason is FinishReason.NONE:
+            request.retractions += 1
+            self._meters.retractions += 1
+        else:
+            self._end_off_row(gone.serial, gone.reason)
+
+    def _end_off_row(self, serial: int, reason: FinishReason) -> None:
+        """A request ends that holds no row, with what it had emitted before."""
+        request = self._requests[serial]
+        output = self._forget(serial, request.kept.tolist(), request.kept_accept_lens.tolist(), reason)
+        self._undelivered.append(Emission(rid=request.rid, token_ids=[], output=output))
 
     def _stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
         """Ids that end a request."""
@@ -385,7 +427,6 @@ class Engine:
     def _emit(self, launched: Launched, settled: Settled, result: GenerationBatchResult) -> Emissions:
         rids = self._rid_by_row[launched.rows]
         rids[~settled.live] = None
-        self._logs.append(launched, settled, result)
         outputs = {}
         for i in np.nonzero(settled.finish_reason)[0].tolist():
             row, length = int(launched.rows[i]), int(settled.start[i] + settled.num_visible[i])
@@ -410,10 +451,10 @@ class Engine:
             text=self._text(token_ids, request.params),
             finish_reason="timeout" if request.is_late and reason is FinishReason.ABORT else FINISH_NAMES[reason],
             accept_lens=accept_lens,
+            cached_tokens=request.cached_tokens,
+            retractions=request.retractions,
             lossy=self.worker.lossy and request.params.temperature > 0,
-            error="the model's logits were not finite: its weights or the prompt's KV hold NaN or infinity"
-            if reason is FinishReason.ERROR
-            else None,
+            error=ERRORS.get(reason),
         )
 
     def _text(self, token_ids: list[int], params: SamplingParams) -> str | None:
@@ -492,7 +533,3 @@ class Engine:
                 frontier=np.array(loop.device.future.new_seq_lens),
                 max_accept=self.worker.output_stride,
             )
-
-
-def _padded(ids: tuple[int, ...]) -> tuple[int, ...]:
-    return (*ids, *[-1] * (MAX_STOP_TOKEN_IDS - len(ids)))

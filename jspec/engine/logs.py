@@ -19,8 +19,20 @@ class Request:
     serial: int
     prompt: np.ndarray  # i32[prompt_len]
     params: SamplingParams
+    stop_ids: tuple[int, ...]  # ids that end it
+    page_keys: tuple[bytes, ...] = ()  # of the prompt, see `page_keys`
     row: int = 0  # 0 until admitted
+    kept: np.ndarray = dataclasses.field(
+        default_factory=lambda: np.zeros(0, np.int32)
+    )  # output of before its last retraction
+    kept_accept_lens: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int16))
+    cached_tokens: int = 0  # prompt tokens it found in the prefix cache
+    retractions: int = 0
     is_late: bool = False  # its time ran out, and it is ending
+
+    def fill_tokens(self) -> np.ndarray:
+        """What its prefill covers: the prompt, and what it had emitted."""
+        return np.concatenate([self.prompt, self.kept]) if self.kept.size else self.prompt
 
 
 class TokenLogs:
@@ -39,9 +51,16 @@ class TokenLogs:
         self._num_verifies = np.zeros(num_rows, np.int32)
         self._columns = np.arange(stride)
 
-    def open(self, rows: np.ndarray) -> None:
-        """New requests take these rows."""
-        self._num_verifies[rows] = 0
+    def open(self, row: int, request: Request) -> None:
+        """A request takes this row, with what it emitted on another one."""
+        self._tokens[row, : request.kept.size] = request.kept
+        self._accepts[row, : request.kept_accept_lens.size] = request.kept_accept_lens
+        self._num_verifies[row] = request.kept_accept_lens.size
+
+    def keep(self, row: int, length: int, request: Request) -> None:
+        """A request loses this row: its `length` tokens go with it."""
+        request.kept = self._tokens[row, :length].copy()
+        request.kept_accept_lens = self._accepts[row, : self._num_verifies[row]].copy()
 
     def append(self, launched: Launched, settled: Settled, result: GenerationBatchResult) -> None:
         """Adds a settled launch.

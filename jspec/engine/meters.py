@@ -35,7 +35,7 @@ class Meters:
 
     def reset(self) -> None:
         """Starts all counts anew."""
-        self.requests = self.tokens = self.prefill_tokens = self.verifies = 0
+        self.requests = self.tokens = self.prefill_tokens = self.verifies = self.retractions = 0
         self.iterations = self.launches = self.ahead = self.compiles = 0
         self._host_s: deque[float] = deque(maxlen=_KEPT)
         self._step_s: deque[float] = deque(maxlen=_KEPT)
@@ -97,6 +97,7 @@ class Meters:
         return Summary(
             requests=self.requests,
             tokens=self.tokens,
+            retractions=self.retractions,
             verifies=self.verifies,
             accept_length=(self.tokens - self.prefill_tokens) / self.verifies if self.verifies else 0.0,
             tokens_per_s=self.tokens / seconds if seconds else 0.0,

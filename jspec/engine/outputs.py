@@ -12,6 +12,12 @@ FINISH_NAMES = {
     FinishReason.LENGTH: "length",
     FinishReason.ABORT: "abort",
     FinishReason.ERROR: "error",
+    FinishReason.OUT_OF_PAGES: "error",
+}
+
+ERRORS = {
+    FinishReason.ERROR: "the model's logits were not finite: its weights or the prompt's KV hold NaN or infinity",
+    FinishReason.OUT_OF_PAGES: "the KV pool cannot hold the next step of this request, though no other holds a page: raise kv_tokens or kv_memory_bytes",
 }
 
 
@@ -26,9 +32,15 @@ class RequestOutput:
     text: str | None
     """Decoded `token_ids` without special tokens, up to a stop string; None if the engine has no tokenizer."""
     finish_reason: str
-    """"stop", "length", "abort", "timeout", "error" (non-finite logits), or "refused" (never ran; see `error`)."""
+    """"stop", "length", "abort", "timeout", "error" (non-finite logits, or a KV pool too small for it alone; see `error`), or "refused" (never ran; see
+    `error`)."""
     accept_lens: list[int]
-    """Tokens of each verify that the user sees, bonus included: `len(token_ids) == 1 + sum(accept_lens)`; the first token comes from prefill."""
+    """Tokens of each verify that the user sees, bonus included. Not among them: the first token, which comes from prefill (as does another one after each
+    retraction), and those that came one at a time while the request rode along in a MIXED batch."""
+    cached_tokens: int = 0
+    """Prompt tokens whose KV came from the prefix cache when the request first started."""
+    retractions: int = 0
+    """Times it had to wait again, for want of KV pages or for a request of higher priority."""
     lossy: bool = False
     """Sampled under a `lossy_threshold` below 1: not the target's distribution."""
     error: str | None = None
@@ -73,6 +85,8 @@ class Summary:
     requests: int
     tokens: int
     """Emitted, those from prefill included."""
+    retractions: int
+    """Times a request had to wait again."""
     verifies: int
     """Decode steps, counted a request at a time."""
     accept_length: float

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jspec.engine.buckets import Buckets
 from jspec.spec_workers.base import DeviceState, PhaseOutput, SpecWorker
-from jspec.spec_workers.upload import DECODE_COLUMNS, EXTEND_COLUMNS, unpack_decode, unpack_extend
+from jspec.spec_workers.upload import DECODE_COLUMNS, ExtendSizes, unpack_decode, unpack_extend
 
 
 class DecodeKey(NamedTuple):
@@ -23,14 +23,6 @@ class DecodeKey(NamedTuple):
     batch: int
     table_width: int
     depth: int
-
-
-class ExtendKey(NamedTuple):
-    """Static sizes of one prefill program."""
-
-    num_tokens: int
-    num_rows: int
-    table_width: int
 
 
 class Program(NamedTuple):
@@ -136,25 +128,22 @@ class Programs:
         buckets: Buckets,
         *,
         max_new_pages: int,
-        page_size: int,
         mesh: Mesh | None = None,
         progress=None,
     ):
         params, shapes = _shapes(worker.params), _shapes(device)
-        jobs: dict[DecodeKey | ExtendKey, Callable[[], Program]] = {}
+        jobs: dict[DecodeKey | ExtendSizes, Callable[[], Program]] = {}
         for key in itertools.starmap(DecodeKey, itertools.product(buckets.batch, buckets.table_width, worker.depths)):
             upload = jax.ShapeDtypeStruct((key.batch, DECODE_COLUMNS + max_new_pages), jnp.int32)
             verify = functools.partial(worker.verify_phase, depth=key.depth)
             jobs[key] = functools.partial(
                 _build, unpack_decode, verify, worker.commit_phase, key.table_width, params, shapes, upload, mesh
             )
-        for num_tokens in buckets.prefill_tokens:
-            rows, width = buckets.prefill_rows, -(-num_tokens // page_size)
-            unpack = functools.partial(unpack_extend, num_tokens=num_tokens, num_rows=rows)
-            upload = jax.ShapeDtypeStruct((num_tokens + rows * (EXTEND_COLUMNS + width),), jnp.int32)
-            jobs[ExtendKey(num_tokens, rows, width)] = functools.partial(
-                _build, unpack, worker.extend_phase, worker.extend_commit, width, params, shapes, upload, mesh
-            )
+        for sizes in buckets.prefill:
+            unpack = functools.partial(unpack_extend, sizes=sizes)
+            upload = jax.ShapeDtypeStruct((sizes.upload_len,), jnp.int32)
+            functions = (unpack, worker.extend_phase, worker.extend_commit, sizes.table_width)
+            jobs[sizes] = functools.partial(_build, *functions, params, shapes, upload, mesh)
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             futures = {pool.submit(job): key for key, job in jobs.items()}
             done: Iterable = as_completed(futures)
@@ -162,7 +151,7 @@ class Programs:
                 done = progress(done, total=len(futures))
             self._by_key = {futures[future]: future.result() for future in done}
 
-    def __getitem__(self, key: DecodeKey | ExtendKey) -> Program:
+    def __getitem__(self, key: DecodeKey | ExtendSizes) -> Program:
         return self._by_key[key]
 
     def __len__(self) -> int:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.sharding import Mesh
 
+from jspec.models.attention import attend
 from jspec.models.draft import DraftFacts, DraftModel
 from jspec.models.linear import project
 from jspec.models.llama import check_params, rms_norm
@@ -20,8 +21,6 @@ from jspec.models.parallel import everywhere
 from jspec.models.rope import RopeScaling, angles, inverse_frequencies, rotate
 from jspec.pallas_kernels.paged_kv_write import init_kv_pages, paged_kv_write
 from jspec.pallas_kernels.pool_rules import validate_pool
-from jspec.pallas_kernels.prefill_attention import prefill_attention
-from jspec.pallas_kernels.verify_attention import verify_attention
 from jspec.state.batches import ForwardBatch
 
 KINDS = ("eagle3", "eagle", "multi-layer")
@@ -273,20 +272,15 @@ def _functions(
     def project_out(params, residual, mixed, *, module: int = 0):
         return apply(params, residual, mixed, module, method="project_out")
 
-    def attend(q, k, v, batch: ForwardBatch, kv_pages, *, layer: int):
+    def write_and_attend(q, k, v, batch: ForwardBatch, kv_pages, *, layer: int):
         kv_pages = paged_kv_write(kv_pages, k, v, batch.slots, layer=layer, backend=kernels)
-        rows = (kv_pages, batch.page_table, batch.prefix_lens, batch.extend_lens)
-        if batch.query_len is None:
-            return prefill_attention(q, *rows, layer=layer, scale=scale, backend=kernels), kv_pages
-        q, ancestors = q.reshape(-1, batch.query_len, *q.shape[1:]), batch.ancestors
-        nodes = {"ancestors": ancestors, "query_start": batch.query_start}
-        return verify_attention(q, *rows, **nodes, layer=layer, scale=scale, backend=kernels), kv_pages
+        return attend(q, kv_pages, batch, layer=layer, scale=scale, backend=kernels), kv_pages
 
     def forward(params, token_ids, hidden, batch: ForwardBatch, kv_pages, *, module: int = 0):
         heads, residual = project_in(params, token_ids, hidden, module=module)
         cos, sin = rope(config, batch.positions)
         q, k, v = split_heads(config, heads, cos, sin, dtype)
-        mixed, kv_pages = everywhere(mesh, functools.partial(attend, layer=module))(q, k, v, batch, kv_pages)
+        mixed, kv_pages = everywhere(mesh, functools.partial(write_and_attend, layer=module))(q, k, v, batch, kv_pages)
         return project_out(params, residual, mixed.reshape(residual.shape[0], -1), module=module), kv_pages
 
     def logits(params, hidden, *, module: int = 0):

@@ -12,6 +12,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jspec.config import KERNEL_BACKENDS
+from jspec.models.attention import attend
 from jspec.models.linear import project
 from jspec.models.parallel import AXIS, POOL, part_of, specs, split
 from jspec.models.rope import RopeScaling, angles, inverse_frequencies, rotate
@@ -19,8 +20,6 @@ from jspec.models.target import ForwardOutput, TargetFacts, TargetModel
 from jspec.pallas_kernels.kv_move import kv_move
 from jspec.pallas_kernels.paged_kv_write import init_kv_pages, paged_kv_write
 from jspec.pallas_kernels.pool_rules import validate_pool
-from jspec.pallas_kernels.prefill_attention import prefill_attention
-from jspec.pallas_kernels.verify_attention import verify_attention
 from jspec.state.batches import ForwardBatch
 
 
@@ -118,14 +117,7 @@ class LlamaLayer(nn.Module):
         q, k, v = (part.astype(self.dtype) for part in (rotate(q, cos, sin), rotate(k, cos, sin), v))
 
         kv_pages = paged_kv_write(kv_pages, k, v, batch.slots, layer=self.index, backend=self.kernels)
-        rows = (kv_pages, batch.page_table, batch.prefix_lens, batch.extend_lens)
-        scale = c.head_dim**-0.5
-        if batch.query_len is None:
-            out = prefill_attention(q, *rows, layer=self.index, scale=scale, backend=self.kernels)
-        else:
-            q, ancestors = q.reshape(-1, batch.query_len, c.num_heads, c.head_dim), batch.ancestors
-            nodes = {"ancestors": ancestors, "query_start": batch.query_start}
-            out = verify_attention(q, *rows, **nodes, layer=self.index, scale=scale, backend=self.kernels)
+        out = attend(q, kv_pages, batch, layer=self.index, scale=c.head_dim**-0.5, backend=self.kernels)
         return out.reshape(-1, c.num_heads * c.head_dim), kv_pages
 
 

@@ -1,34 +1,52 @@
 """Pure transitions on host state. Those that run every iteration take NumPy arrays in the engine and traced arrays under `jit`."""
 
 from jspec.scheduler.adapt import Depth, DepthRules, initial_depths, observe, slot_of
-from jspec.scheduler.admit import admit, pages_to_finish, submit
-from jspec.scheduler.extend import prepare_extend
-from jspec.scheduler.finish import Aborted, abort, settle_oldest
-from jspec.scheduler.plan import launchable, plan, plan_decode
+from jspec.scheduler.admit import admit, chunk_len, pages_to_finish, preempt, submit
+from jspec.scheduler.extend import prepare_extend, share_prefix
+from jspec.scheduler.finish import Aborted, abort, retire, settle_oldest
+from jspec.scheduler.plan import Planned, launchable, plan, plan_decode
+from jspec.scheduler.prefix_cache import cache_prefix, evict, evictable, match_prefix, touch
 from jspec.scheduler.release import release
-from jspec.scheduler.reserve import Reserved, max_new_pages, reserve
+from jspec.scheduler.reserve import Reserved, max_new_pages, pages_short, reserve
+from jspec.scheduler.retract import Left, enqueue, leave, make_room, retract
 from jspec.scheduler.settle import Settled, settle
 
 __all__ = [
     "Aborted",
     "Depth",
     "DepthRules",
+    "Left",
+    "Planned",
     "Reserved",
     "Settled",
     "abort",
     "admit",
+    "cache_prefix",
+    "chunk_len",
+    "enqueue",
+    "evict",
+    "evictable",
     "initial_depths",
     "launchable",
+    "leave",
+    "make_room",
+    "match_prefix",
     "max_new_pages",
     "observe",
+    "pages_short",
     "pages_to_finish",
     "plan",
     "plan_decode",
+    "preempt",
     "prepare_extend",
     "release",
     "reserve",
+    "retire",
+    "retract",
     "settle",
     "settle_oldest",
+    "share_prefix",
     "slot_of",
     "submit",
+    "touch",
 ]

@@ -1,25 +1,38 @@
-"""What runs next: a prefill if one can start, else one step of every running request that still needs it."""
+"""What runs next: prompts if any can start, with the running requests along, else one step of every running request that still needs it."""
+
+from typing import NamedTuple
 
 import numpy as np
 
-from jspec.scheduler.admit import admit
-from jspec.scheduler.reserve import Reserved, max_new_pages, reserve
+from jspec.scheduler.admit import admit, preempt
+from jspec.scheduler.prefix_cache import evictable
+from jspec.scheduler.reserve import Reserved, max_new_pages, pages_short, reserve
+from jspec.scheduler.retract import Left, decayed_ratio, leave, make_room
 from jspec.state.batches import ForwardMode, ScheduleBatch
 from jspec.state.dense import add_at, namespace, replace, set_at
 from jspec.state.ledger import KVLedger, num_pages_held
-from jspec.state.requests import RequestTable
+from jspec.state.requests import FinishReason, RequestTable, is_filling
 from jspec.state.results import Launched, record
 from jspec.state.scheduler_state import Limits, SchedulerState
 
 
-def launchable(requests: RequestTable, launched: tuple[Launched, ...]):
+class Planned(NamedTuple):
+    """What a plan came to."""
+
+    state: SchedulerState
+    batch: ScheduleBatch | None  # None when nothing can run until something is settled or submitted
+    left: tuple[Left, ...]  # requests that lost their rows
+
+
+def launchable(requests: RequestTable, ledger: KVLedger, launched: tuple[Launched, ...]):
     """`bool[R]` running rows whose unsettled launches do not already bring their last token: each of these emits at least one."""
     xp = namespace(requests.output_len)
     expected = requests.output_len
     for item in launched:
-        in_flight = (requests.epoch[item.rows] == item.epochs) & (item.rows > 0)
+        in_flight = (requests.epoch[item.rows] == item.epochs) & (item.rows > 0) & item.emits
         expected = add_at(expected, item.rows, xp.astype(in_flight, xp.int32))
-    return (requests.serial > 0) & (expected < requests.max_new_tokens)
+    filled = ledger.kv_committed_len >= requests.fill_len
+    return (requests.serial > 0) & filled & (expected < requests.max_new_tokens)
 
 
 def _reserve_where_short(ledger: KVLedger, active: np.ndarray, limits: Limits) -> tuple[KVLedger, Reserved]:
@@ -32,25 +45,14 @@ def _reserve_where_short(ledger: KVLedger, active: np.ndarray, limits: Limits) -
     return ledger, Reserved(active, num_pages_held(ledger), none)
 
 
-def plan_decode(state: SchedulerState, *, limits: Limits) -> tuple[SchedulerState, ScheduleBatch | None]:
-    """Plans one DECODE step of every launchable row, or None if there is none.
-
-    Args:
-        state: the scheduler's state, on NumPy arrays.
-        limits: numbers to plan with.
-
-    Returns:
-        The state and the batch; its `new_pages` is the page-table delta. The batch carries no frontier: the launch reads it from the FutureMap.
-
-    Ensures: `kv_allocated_len >= kv_committed_len + reserve_len` for every row of the batch.
-    Clock: `kv_allocated_len` through `reserve`; `last_launch`.
-    """
-    active = launchable(state.requests, state.launched)
+def _decode_batch(
+    state: SchedulerState, active: np.ndarray, forward_iter, limits: Limits
+) -> tuple[SchedulerState, ScheduleBatch | None]:
+    """One step of the active rows, their reserves in place. `launched` is not touched."""
     ledger, reserved = _reserve_where_short(state.ledger, active, limits)
     rows = np.nonzero(reserved.granted)[0].astype(np.int32)
     if not len(rows):
         return state, None
-    forward_iter = state.forward_iter + np.int32(1)
     zeros = np.zeros(len(rows), np.int32)
     batch = ScheduleBatch(
         forward_iter=forward_iter,
@@ -63,16 +65,101 @@ def plan_decode(state: SchedulerState, *, limits: Limits) -> tuple[SchedulerStat
         first_page=reserved.first_page[rows],
         new_pages=reserved.new_pages[rows],
         kv_bound=ledger.kv_allocated_len[rows].max(),
+        goes_on=zeros.astype(bool),
         forward_mode=ForwardMode.DECODE,
     )
     requests = replace(state.requests, last_launch=set_at(state.requests.last_launch, rows, forward_iter))
-    state = replace(
-        state, requests=requests, ledger=ledger, launched=(*state.launched, record(batch)), forward_iter=forward_iter
-    )
-    return state, batch
+    return replace(state, requests=requests, ledger=ledger), batch
 
 
-def plan(state: SchedulerState, *, limits: Limits) -> tuple[SchedulerState, ScheduleBatch | None]:
-    """The next launch: prefill goes before decode. None when nothing can run until something is settled or submitted."""
-    state, batch = admit(state, limits=limits)
-    return (state, batch) if batch is not None else plan_decode(state, limits=limits)
+def plan_decode(state: SchedulerState, *, limits: Limits) -> Planned:
+    """Plans one DECODE step of every launchable row; requests leave if their pages do not suffice for all.
+
+    Args:
+        state: the scheduler's state, on NumPy arrays.
+        limits: numbers to plan with.
+
+    Returns:
+        A `Planned`; its batch's `new_pages` is the page-table delta. The batch carries no frontier: the launch reads it from the FutureMap.
+
+    Ensures: `kv_allocated_len >= kv_committed_len + reserve_len` for every row of the batch.
+    Clock: `kv_allocated_len` through `reserve`; `last_launch`.
+    """
+    active = launchable(state.requests, state.ledger, state.launched)
+    left: tuple[Left, ...] = ()
+    most = max_new_pages(alloc_len=limits.alloc_len, depth=limits.depth, page_size=state.ledger.page_size)
+    if state.ledger.num_free < most * active.shape[0]:  # else there is room for anything
+        state, active, left = make_room(state, active, limits=limits)
+    forward_iter = state.forward_iter + np.int32(1)
+    state, batch = _decode_batch(state, active, forward_iter, limits)
+    if batch is None:
+        return Planned(state, None, left)
+    ratio = state.new_token_ratio if left else decayed_ratio(state.new_token_ratio, limits)
+    state = replace(state, launched=(*state.launched, record(batch)), forward_iter=forward_iter, new_token_ratio=ratio)
+    return Planned(state, batch, left)
+
+
+def _with_tails(
+    state: SchedulerState, batch: ScheduleBatch, active: np.ndarray, limits: Limits
+) -> tuple[SchedulerState, ScheduleBatch]:
+    """The EXTEND batch just planned, and in it a step of one token of every active row: the frontier each starts from is read inside the launch.
+
+    Source: SGLang `mix_with_running`; the late binding is its `resolve_forward_inputs`.
+    """
+    state, active, _ = make_room(state, active, limits=limits)  # the pages were set aside: nobody leaves
+    state, tails = _decode_batch(state, active, batch.forward_iter, limits)
+    if tails is None:
+        return state, batch
+    bound = np.maximum(batch.kv_bound, tails.kv_bound)
+    batch = replace(batch, tails=tails, kv_bound=bound, forward_mode=ForwardMode.MIXED)
+    return replace(state, launched=(*state.launched[:-1], record(batch))), batch
+
+
+def _end_aborted_prompts(state: SchedulerState) -> tuple[SchedulerState, tuple[Left, ...]]:
+    """A request that is to be aborted in the middle of its prompt ends now: there may be no launch of it to wait for."""
+    left: tuple[Left, ...] = ()
+    for row in np.nonzero(is_filling(state.requests, state.ledger.kv_committed_len) & state.requests.to_finish)[0]:
+        state, gone = leave(state, int(row), FinishReason.ABORT)
+        left = (*left, gone)
+    return state, left
+
+
+def plan(state: SchedulerState, *, limits: Limits) -> Planned:
+    """The next launch: prefill goes before decode, and takes the running requests along as tails if `limits.mixed` says so.
+
+    Args:
+        state: the scheduler's state, on NumPy arrays.
+        limits: numbers to plan with.
+
+    Source: SGLang `get_next_batch_to_run`.
+    """
+    left: tuple[Left, ...] = ()
+    if not (state.requests.serial > 0).any():
+        state = replace(state, new_token_ratio=np.float32(limits.new_token_ratio))
+    if state.requests.to_finish.any():
+        state, left = _end_aborted_prompts(state)
+
+    def set_aside(state: SchedulerState) -> int:
+        active = launchable(state.requests, state.ledger, state.launched)
+        return int(pages_short(state.ledger, active, reserve_len=limits.reserve_len))
+
+    if state.waiting or is_filling(state.requests, state.ledger.kv_committed_len).any():
+        state, gone = preempt(state, limits=limits, set_aside=set_aside)
+        left += gone
+        active = launchable(state.requests, state.ledger, state.launched)
+        needed = set_aside(state)
+        room = int(state.ledger.num_free) + int(evictable(state.ledger, state.prefix_cache).sum())
+        # Where the running rows lack pages nobody starts: some of them will have to leave.
+        state, batch = admit(state, limits=limits, set_aside=needed) if needed <= room else (state, None)
+        if batch is not None:
+            if limits.mixed:
+                state, batch = _with_tails(state, batch, active, limits)
+            return Planned(state, batch, left)
+    state, batch, gone = plan_decode(state, limits=limits)
+    left += gone
+    if batch is None and not state.launched:
+        # A prompt that no page is left for, and nobody who could leave some.
+        for row in np.nonzero(state.requests.serial)[0]:
+            state, ended = leave(state, int(row), FinishReason.OUT_OF_PAGES)
+            left = (*left, ended)
+    return Planned(state, batch, left)

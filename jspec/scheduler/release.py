@@ -1,12 +1,12 @@
 """A request leaves: its pages return, its row is free, its epoch moves on."""
 
-from jspec.state.dense import add_at, namespace, replace, set_at
+from jspec.state.dense import add_at, count_at, namespace, replace, set_at
 from jspec.state.ledger import KVLedger, num_pages_held
 from jspec.state.requests import RequestTable
 
 
 def release(requests: RequestTable, ledger: KVLedger, rows) -> tuple[RequestTable, KVLedger]:
-    """Returns everything the rows hold past `cache_protected_len`, speculative tail included, in one piece.
+    """Returns everything the rows hold past `cache_protected_len`, speculative tail included, in one piece, and unlocks what is before.
 
     A launch already under way may still write into these pages; whoever gets them writes later, since launches are ordered on the device.
 
@@ -34,6 +34,7 @@ def release(requests: RequestTable, ledger: KVLedger, rows) -> tuple[RequestTabl
         ledger,
         free_pages=set_at(ledger.free_pages, place, xp.where(leaving, ledger.page_table[rows], 0)),
         num_free=ledger.num_free + xp.sum(count, dtype=xp.int32),
+        page_locks=count_at(ledger.page_locks, ledger.page_table[rows], -1, col < protected[:, None]),
         page_table=set_at(ledger.page_table, rows, 0),
         cache_protected_len=set_at(ledger.cache_protected_len, rows, 0),
         kv_committed_len=set_at(ledger.kv_committed_len, rows, 0),
@@ -45,6 +46,8 @@ def release(requests: RequestTable, ledger: KVLedger, rows) -> tuple[RequestTabl
         serial=set_at(requests.serial, rows, 0),
         prompt_len=set_at(requests.prompt_len, rows, 0),
         output_len=set_at(requests.output_len, rows, 0),
+        fill_len=set_at(requests.fill_len, rows, 0),
+        priority=set_at(requests.priority, rows, 0),
         max_new_tokens=set_at(requests.max_new_tokens, rows, 0),
         stop_token_ids=set_at(requests.stop_token_ids, rows, -1),
         to_finish=set_at(requests.to_finish, rows, False),

@@ -19,6 +19,14 @@ def max_new_pages(*, alloc_len: int, depth: int, page_size: int) -> int:
     return -(-(depth + 1) * alloc_len // page_size)
 
 
+def pages_short(ledger: KVLedger, active, *, reserve_len: int):
+    """`i32[]`: pages that a `reserve` of these rows would take."""
+    xp, page = namespace(ledger.kv_committed_len), ledger.page_size
+    wanted = ceil_div(ledger.kv_committed_len + reserve_len, page)
+    wanted = wanted * (wanted <= ledger.page_table.shape[1])
+    return xp.sum(xp.maximum(wanted - num_pages_held(ledger), 0) * active, dtype=xp.int32)
+
+
 def reserve(ledger: KVLedger, active, *, alloc_len: int, depth: int) -> tuple[KVLedger, Reserved]:
     """Raises `kv_allocated_len` of active rows to a page boundary at least `(depth + 1) * alloc_len` past `kv_committed_len`.
 

@@ -4,7 +4,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jspec.state.batches import ForwardMode
 from jspec.state.dense import add_at, namespace, replace
 from jspec.state.ledger import KVLedger
 from jspec.state.requests import FinishReason, RequestTable
@@ -44,8 +43,9 @@ def settle(
         The table, the ledger, and a `Settled`. Finished rows are released by the caller (`release`), in the same iteration.
 
     Requires: rows other than padding are distinct.
-    Ensures: a row whose epoch moved on, and padding, change nothing; a live row of an OK step advances by at least one token.
-    Clock: `output_len`; `kv_committed_len` of decode rows.
+    Ensures: a row whose epoch moved on, and padding, change nothing; a live row of an OK step advances by at least one token, but in the middle of its
+        prompt by none.
+    Clock: `output_len`; `kv_committed_len` of decode rows and of the tails of a MIXED batch.
     Source: SGLang `process_batch_result_decode` / `_resolve_spec_v2_tokens` / `Req.update_finish_state`: an abort waiting to be taken comes first and
         hides nothing; then the first token of the run that is a stop token or completes a stop string (there the string comes first, wherever it is:
         plain decoding would have ended at the token); then the length, which caps a stop found beyond it.
@@ -72,6 +72,5 @@ def settle(
     visible_end = xp.where(aborted, end, xp.minimum(stop_end, cut))
 
     requests = replace(requests, output_len=add_at(requests.output_len, rows, num_new))
-    if launched.forward_mode is ForwardMode.DECODE:
-        ledger = replace(ledger, kv_committed_len=add_at(ledger.kv_committed_len, rows, num_new))
+    ledger = replace(ledger, kv_committed_len=add_at(ledger.kv_committed_len, rows, num_new * launched.commits))
     return requests, ledger, Settled(live, start, num_new, visible_end - start, reason)

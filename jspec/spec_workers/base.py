@@ -21,7 +21,9 @@ class DeviceState:
     page_table: Any  # i32[R, P]  pages of each row; 0 where none
     future: FutureMap
     sampling: SamplingState
-    history: Any = ()  # i32[R, L]  prompt and emitted tokens of each row, the pending one included
+    token_pages: (
+        Any  # i32[N + 1, page_size]  the tokens whose KV a page holds, and the pending one where its page is there
+    )
     draft_kv_pages: Any = ()  # the draft's pool: the same page ids, other contents
     recurrent: Any = ()  # recurrent state of hybrid targets, one entry a row
     page_size: int = dataclasses.field(metadata={"static": True})
@@ -34,7 +36,6 @@ class DeviceSizes(NamedTuple):
     num_pages: int  # N, the sink not counted
     pages_per_row: int  # P
     page_size: int
-    max_len: int  # tokens a row's history can hold
 
 
 class VerifyKind(enum.Enum):
@@ -49,16 +50,17 @@ class PhaseOutput(NamedTuple):
     """What the first program of a launch leaves."""
 
     device: DeviceState  # frontier published
-    outcome: Any  # i32[B, 3 + O] (one token column after EXTEND), see `pack_outcome`: all the host ever sees of a step
+    outcome: Any  # i32[B, 3 + O] (one token column after EXTEND, tails last), see `pack_outcome`: all the host ever sees of a step
     handoff: Any  # pytree for the commit program; `()` if there is none
 
 
 class ExtendFn(Protocol):
     def __call__(self, params: Any, device: DeviceState, inputs: ExtendInputs, *, table_width: int) -> PhaseOutput:
-        """Prefills the rows of `inputs` and publishes their prompt lengths.
+        """Prefills the rows of `inputs`, moves its tails on by their pending token, and publishes the frontiers.
 
-        Writes the target's KV of the prompt, samples the first token (pending: its KV is written by the next step), publishes `new_seq_lens =
-        prefix_lens + extend_lens`, with no +1. A worker without `extend_commit` also stashes its carry here.
+        Writes the target's KV of the prompts, samples the next token (pending: its KV is written by the next step), publishes `new_seq_lens =
+        prefix_lens + extend_lens`, with no +1. A tail starts from the frontier in the FutureMap and publishes that + 1, the one such place. Where the prompt
+        goes on nothing is emitted, and the carry is made of the prompt's own next tokens. A worker without `extend_commit` also stashes it here.
 
         Args:
             params: the worker's `params`.
@@ -119,6 +121,10 @@ class SpecWorker(NamedTuple):
         0,
     )  # depths a step can be run at, ascending; the last is what `verify_width` was made for
     draft_kv_bytes_per_token: int = 0  # of the draft's pool, which lies beside the target's
+    lookahead: int = 0  # tokens past a position that the draft's KV at that position depends on
+    caches_output: bool = (
+        True  # the draft's KV of emitted tokens is what a prefill of them would have written, so that others may use it
+    )
     lossy: bool = False  # rows that sample do not have the target's distribution
 
 
@@ -127,6 +133,7 @@ def init_device(sizes: DeviceSizes, *, kv_pages: Any, carry: Any, **parts: Any) 
     return DeviceState(
         kv_pages=kv_pages,
         page_table=jnp.zeros((sizes.num_rows, sizes.pages_per_row), jnp.int32),
+        token_pages=jnp.zeros((sizes.num_pages + 1, sizes.page_size), jnp.int32),
         future=init_future_map(sizes.num_rows, carry),
         sampling=init_sampling(sizes.num_rows),
         page_size=sizes.page_size,

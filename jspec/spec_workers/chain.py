@@ -11,10 +11,10 @@ from jspec.future_map import publish, resolve, stash
 from jspec.models.target import TargetModel
 from jspec.spec_workers.accept import accept_chain
 from jspec.spec_workers.base import DeviceSizes, DeviceState, PhaseOutput, SpecWorker, VerifyKind, init_device
-from jspec.spec_workers.forward import extend_batch, token_rows, verify_batch
+from jspec.spec_workers.forward import begin_extend, history, verify_batch, write_tokens
 from jspec.spec_workers.run_if import run_if
 from jspec.spec_workers.sampling import ban_early_stops, sample
-from jspec.spec_workers.upload import DecodeInputs, ExtendInputs, apply_decode, apply_extend, pack_outcome
+from jspec.spec_workers.upload import DecodeInputs, ExtendInputs, apply_decode, pack_outcome
 from jspec.state.results import RowStatus
 
 
@@ -39,14 +39,6 @@ def propose_nothing(history, lens) -> Proposal:
     """No drafts: plain decoding."""
     del history
     return Proposal(jnp.zeros((lens.shape[0], 0), jnp.int32), jnp.zeros_like(lens))
-
-
-def _append(history, rows, start, tokens, count):
-    """`history[rows[b], start[b] + j] = tokens[b, j]` for `j < count[b]`; row 0 is the sink."""
-    j = jnp.arange(tokens.shape[1], dtype=jnp.int32)
-    write = (j < count[:, None]) & (rows > 0)[:, None]
-    cols = jnp.where(write, start[:, None] + j, 0)
-    return history.at[jnp.where(write, rows[:, None], 0), cols].set(jnp.where(write, tokens, 0), mode="drop")
 
 
 def chain(
@@ -83,34 +75,30 @@ def chain(
             sizes,
             kv_pages=target.init_kv(sizes.num_pages, sizes.page_size),
             carry=Carry(bonus=jax.ShapeDtypeStruct((), jnp.int32)),
-            history=jnp.zeros((sizes.num_rows, sizes.max_len), jnp.int32),
         )
 
-    def finish(device: DeviceState, inputs, tokens, accept_lens, new_seq_lens, status) -> PhaseOutput:
-        """Publishes, stashes and appends: the tail that prefill and verify share."""
-        future = publish(device.future, inputs.rows, new_seq_lens, forward_iter=inputs.forward_iter)
-        bonus = jnp.take_along_axis(tokens, accept_lens[:, None] - 1, axis=1)[:, 0]
-        future = stash(future, inputs.rows, Carry(bonus=bonus), forward_iter=inputs.forward_iter)
-        history = _append(device.history, inputs.rows, new_seq_lens + 1 - accept_lens, tokens, accept_lens)
-        status = jnp.where(inputs.rows > 0, status, RowStatus.OK)
-        device = dataclasses.replace(device, future=future, history=history)
+    def finish(device: DeviceState, rows, forward_iter, tokens, accept_lens, new_seq_lens, status) -> PhaseOutput:
+        """Publishes and stashes: the tail that prefill and verify share."""
+        future = publish(device.future, rows, new_seq_lens, forward_iter=forward_iter)
+        bonus = jnp.take_along_axis(tokens, jnp.maximum(accept_lens[:, None] - 1, 0), axis=1)[:, 0]
+        future = stash(future, rows, Carry(bonus=bonus), forward_iter=forward_iter)
+        status = jnp.where(rows > 0, status, RowStatus.OK)
+        device = dataclasses.replace(device, future=future)
         return PhaseOutput(device, pack_outcome(tokens, accept_lens, new_seq_lens, status), ())
 
     def extend_phase(params, device: DeviceState, inputs: ExtendInputs, *, table_width: int) -> PhaseOutput:
         del table_width  # the upload brings the pages this program reads
-        device = apply_extend(device, inputs)
-        batch, last = extend_batch(inputs, page_size=device.page_size)
-        out = target.forward(params, batch, device.kv_pages)
-        logits = target.logits(params, out.hidden[last])[:, None, :]
-        new_seq_lens = inputs.prefix_lens + inputs.extend_lens
-        logits = ban_early_stops(device.sampling, inputs.rows, logits, new_seq_lens[:, None])
-        tokens, finite = sample(device.sampling, inputs.rows, logits, new_seq_lens[:, None])
+        device, prompts = begin_extend(device, inputs)
+        rows, new_seq_lens = prompts.batch.rows, prompts.new_seq_lens
+        out = target.forward(params, prompts.batch, device.kv_pages)
+        logits = target.logits(params, out.hidden[prompts.last])[:, None, :]
+        logits = ban_early_stops(device.sampling, rows, logits, new_seq_lens[:, None])
+        tokens, finite = sample(device.sampling, rows, logits, new_seq_lens[:, None], ~prompts.goes_on[:, None])
         status = jnp.where(finite[:, 0], RowStatus.OK, RowStatus.NOT_FINITE)
-        history = device.history.at[token_rows(batch), batch.positions].set(
-            jnp.where(batch.slots > 0, batch.input_ids, 0)
-        )
-        device = dataclasses.replace(device, kv_pages=out.kv_pages, history=history)
-        return finish(device, inputs, tokens, jnp.ones_like(inputs.rows), new_seq_lens, status)
+        status = jnp.where(prompts.fresh, status, RowStatus.STALE_RELAY)
+        accept_lens = jnp.where(prompts.goes_on, 0, 1)
+        device = dataclasses.replace(device, kv_pages=out.kv_pages)
+        return finish(device, rows, inputs.forward_iter, tokens, accept_lens, new_seq_lens, status)
 
     def verify_phase(params, device: DeviceState, inputs: DecodeInputs, *, table_width: int, depth: int) -> PhaseOutput:
         del depth  # it drafts what it finds
@@ -118,9 +106,12 @@ def chain(
         real = inputs.rows > 0
         seq_lens, carry, fresh = resolve(device.future, inputs.rows, expected_iter=inputs.expected_iter)
         page_table = device.page_table[inputs.rows, :table_width]
-        proposal = propose(device.history[inputs.rows], jnp.where(real, seq_lens + 1, 0))
+        pending = carry.bonus[:, None]
+        device = write_tokens(device, inputs.rows, seq_lens, pending, real.astype(jnp.int32))
+        known = history(device, inputs.rows, table_width=table_width)
+        proposal = propose(known, jnp.where(real, seq_lens + 1, 0))
         num_drafts = jnp.where(real, proposal.num_drafts, 0)
-        candidates = jnp.concatenate([carry.bonus[:, None], proposal.tokens], axis=1)
+        candidates = jnp.concatenate([pending, proposal.tokens], axis=1)
 
         def forward_at(width: int):
             def forward(carried):
@@ -149,7 +140,8 @@ def chain(
         finite = jnp.all(finite | (place >= accept_lens[:, None]), axis=1)
         status = jnp.where(fresh, jnp.where(finite, RowStatus.OK, RowStatus.NOT_FINITE), RowStatus.STALE_RELAY)
         device = dataclasses.replace(device, kv_pages=kv_pages)
-        return finish(device, inputs, tokens, accept_lens, seq_lens + accept_lens, status)
+        device = write_tokens(device, inputs.rows, seq_lens + 1, tokens, accept_lens)
+        return finish(device, inputs.rows, inputs.forward_iter, tokens, accept_lens, seq_lens + accept_lens, status)
 
     return SpecWorker(
         name=name,

@@ -25,7 +25,7 @@ from jspec.spec_workers.featured import (
     verify_chain,
     widen,
 )
-from jspec.spec_workers.forward import extend_batch, next_tokens, row_slots, verify_batch
+from jspec.spec_workers.forward import next_tokens, row_slots, verify_batch
 from jspec.spec_workers.run_if import run_if
 from jspec.spec_workers.sampling import ban_early_stops, sample
 from jspec.spec_workers.tree import Tree, accept_tree, first_level, next_level, prune
@@ -106,25 +106,26 @@ def eagle(
         ids, probs = draw_tokens(device.sampling, rows, logits, positions)
         return jnp.ones((*ids.shape, 1), jnp.float32), ids[:, None], probs
 
-    def stash_drafts(params, device: DeviceState, inputs, bonus, hidden, new_seq_lens) -> DeviceState:
-        probs, ids, drawn_from = propose(params, device, inputs.rows, hidden, new_seq_lens + 1)
+    def stash_drafts(params, device: DeviceState, rows, forward_iter, bonus, hidden, new_seq_lens) -> DeviceState:
+        probs, ids, drawn_from = propose(params, device, rows, hidden, new_seq_lens + 1)
         carry = Carry(bonus, probs, ids, hidden, drawn_from)
-        future = stash(device.future, inputs.rows, carry, forward_iter=inputs.forward_iter)
-        return dataclasses.replace(device, future=future)
+        return dataclasses.replace(device, future=stash(device.future, rows, carry, forward_iter=forward_iter))
 
     def extend_phase(params, device: DeviceState, inputs: ExtendInputs, *, table_width: int) -> PhaseOutput:
         del table_width  # the upload brings the pages this program reads
         return prefill(target, params["target"], device, inputs, layers)
 
     def extend_commit(params, device: DeviceState, inputs: ExtendInputs, handoff: ExtendHandoff, *, table_width: int):
-        del table_width
-        batch, last = extend_batch(inputs, page_size=device.page_size)
-        feature = draft.feature(params["draft"], handoff.captured, handoff.hidden)
-        ids = next_tokens(inputs.input_ids, batch, last, handoff.tokens)
+        del table_width, inputs  # the handoff has what was made of them
+        prompts, tokens, *features = handoff
+        batch, last = prompts.batch, prompts.last
+        feature = draft.feature(params["draft"], *features)
+        ids = next_tokens(batch.input_ids, batch, last, tokens)
         hidden, draft_kv_pages = draft.forward(params["draft"], ids, feature, batch, device.draft_kv_pages)
         device = dataclasses.replace(device, draft_kv_pages=draft_kv_pages)
-        new_seq_lens = inputs.prefix_lens + inputs.extend_lens
-        return stash_drafts(params, device, inputs, handoff.tokens, hidden[last], new_seq_lens)
+        return stash_drafts(
+            params, device, batch.rows, prompts.forward_iter, tokens, hidden[last], prompts.new_seq_lens
+        )
 
     def draft_chain(params, begun: Start, rows, depth: int):
         """`candidates: i32[B, depth + 1]`, the distributions that drafts were drawn from, the draft's pool."""
@@ -249,7 +250,9 @@ def eagle(
         last = handoff.accept_lens[:, None] - 1
         bonus = jnp.take_along_axis(tokens, last, axis=1)[:, 0]
         hidden = jnp.take_along_axis(hidden.reshape(*tokens.shape, -1), last[..., None], axis=1)[:, 0]
-        return stash_drafts(params, device, inputs, bonus, hidden, handoff.seq_lens + handoff.accept_lens)
+        return stash_drafts(
+            params, device, rows, inputs.forward_iter, bonus, hidden, handoff.seq_lens + handoff.accept_lens
+        )
 
     return SpecWorker(
         name=name,
@@ -269,6 +272,7 @@ def eagle(
         commit_phase=commit_phase,
         depths=shape.depths,
         draft_kv_bytes_per_token=draft.facts.kv_bytes_per_token,
+        lookahead=1,
         lossy=lossy_threshold < 1,
     )
 

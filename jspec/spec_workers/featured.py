@@ -11,17 +11,18 @@ from jspec.models.draft import DraftModel
 from jspec.models.target import TargetModel
 from jspec.spec_workers.accept import accept_chain, accept_rejection, prefer_drafts
 from jspec.spec_workers.base import DeviceState, PhaseOutput
-from jspec.spec_workers.forward import extend_batch, verify_batch
+from jspec.spec_workers.forward import Prefill, begin_extend, verify_batch, write_tokens
 from jspec.spec_workers.run_if import run_if
 from jspec.spec_workers.sampling import ban_early_stops, sample
-from jspec.spec_workers.upload import DecodeInputs, ExtendInputs, apply_decode, apply_extend, pack_outcome
+from jspec.spec_workers.upload import DecodeInputs, ExtendInputs, apply_decode, pack_outcome
 from jspec.state.results import RowStatus
 
 
 class ExtendHandoff(NamedTuple):
     """From a prefill to the draft's."""
 
-    tokens: Any  # i32[B]  first tokens
+    prompts: Prefill
+    tokens: Any  # i32[B]  the token after each row's last one: sampled, or the prompt's own
     captured: Any  # [T, M, H]  the target's hidden states after the captured layers
     hidden: Any  # [T, H]  and after its final norm
 
@@ -63,24 +64,27 @@ def check_pair(target: TargetModel, draft: DraftModel) -> None:
 
 def prefill(target: TargetModel, params, device: DeviceState, inputs: ExtendInputs, layers) -> PhaseOutput:
     """The target's part of a prefill: forward, sample, PUBLISH."""
-    device = apply_extend(device, inputs)
-    batch, last = extend_batch(inputs, page_size=device.page_size)
-    out = target.forward(params, batch, device.kv_pages, capture_layers=layers)
-    logits = target.logits(params, out.hidden[last])[:, None, :]
-    new_seq_lens = inputs.prefix_lens + inputs.extend_lens
-    logits = ban_early_stops(device.sampling, inputs.rows, logits, new_seq_lens[:, None])
-    tokens, finite = sample(device.sampling, inputs.rows, logits, new_seq_lens[:, None])
-    future = publish(device.future, inputs.rows, new_seq_lens, forward_iter=inputs.forward_iter)
-    status = jnp.where(finite[:, 0] | (inputs.rows == 0), RowStatus.OK, RowStatus.NOT_FINITE)
+    device, prompts = begin_extend(device, inputs)
+    rows, new_seq_lens = prompts.batch.rows, prompts.new_seq_lens
+    out = target.forward(params, prompts.batch, device.kv_pages, capture_layers=layers)
+    logits = target.logits(params, out.hidden[prompts.last])[:, None, :]
+    logits = ban_early_stops(device.sampling, rows, logits, new_seq_lens[:, None])
+    tokens, finite = sample(device.sampling, rows, logits, new_seq_lens[:, None], ~prompts.goes_on[:, None])
+    future = publish(device.future, rows, new_seq_lens, forward_iter=inputs.forward_iter)
+    status = jnp.where(finite[:, 0], RowStatus.OK, RowStatus.NOT_FINITE)
+    status = jnp.where(prompts.fresh, status, RowStatus.STALE_RELAY)
+    status = jnp.where(rows > 0, status, RowStatus.OK)
     device = dataclasses.replace(device, kv_pages=out.kv_pages, future=future)
-    outcome = pack_outcome(tokens, jnp.ones_like(inputs.rows), new_seq_lens, status)
-    return PhaseOutput(device, outcome, ExtendHandoff(tokens[:, 0], out.captured, out.hidden))
+    outcome = pack_outcome(tokens, jnp.where(prompts.goes_on, 0, 1), new_seq_lens, status)
+    tokens = jnp.where(prompts.goes_on, prompts.next_ids[:, 0], tokens[:, 0])
+    return PhaseOutput(device, outcome, ExtendHandoff(prompts, tokens, out.captured, out.hidden))
 
 
 def start(device: DeviceState, inputs: DecodeInputs, *, table_width: int, depth: int, context_len: int) -> Start:
     """Applies the upload and reads the relay. `depth` drafts need positions up to `context_len`, the draft's."""
     device = apply_decode(device, inputs)
     seq_lens, carry, fresh = resolve(device.future, inputs.rows, expected_iter=inputs.expected_iter)
+    device = write_tokens(device, inputs.rows, seq_lens, carry.bonus[:, None], (inputs.rows > 0).astype(jnp.int32))
     num_drafts = jnp.where((inputs.rows > 0) & (seq_lens + depth <= context_len), depth, 0)
     return Start(device, device.page_table[inputs.rows, :table_width], seq_lens, carry, fresh, num_drafts)
 
@@ -171,13 +175,14 @@ def publish_run(begun: Start, inputs: DecodeInputs, handoff: Handoff, finite, *,
     """PUBLISHES the frontier after an accepted run, and packs the outcome. `finite: bool[B, O]`: of the logits along the run."""
     tokens, accept_lens = handoff.tokens, handoff.accept_lens
     new_seq_lens = begun.seq_lens + accept_lens
-    future = publish(begun.device.future, inputs.rows, new_seq_lens, forward_iter=inputs.forward_iter)
+    device = write_tokens(begun.device, inputs.rows, begun.seq_lens + 1, tokens, accept_lens)
+    future = publish(device.future, inputs.rows, new_seq_lens, forward_iter=inputs.forward_iter)
     finite = jnp.all(finite | (jnp.arange(tokens.shape[1]) >= accept_lens[:, None]), axis=1)
     status = jnp.where(begun.fresh, jnp.where(finite, RowStatus.OK, RowStatus.NOT_FINITE), RowStatus.STALE_RELAY)
     status = jnp.where(inputs.rows > 0, status, RowStatus.OK)
     columns = jnp.pad(tokens, ((0, 0), (0, output_stride - tokens.shape[1])))
     outcome = pack_outcome(columns, accept_lens, new_seq_lens, status)
-    return PhaseOutput(dataclasses.replace(begun.device, future=future), outcome, handoff)
+    return PhaseOutput(dataclasses.replace(device, future=future), outcome, handoff)
 
 
 def check_acceptance(*, rejection_sampling: bool, lossy_threshold: float) -> None:

@@ -1,8 +1,13 @@
 """Device views for the target's forwards."""
 
+import dataclasses
+from typing import Any, NamedTuple
+
 import jax.numpy as jnp
 
-from jspec.spec_workers.upload import ExtendInputs
+from jspec.future_map import resolve
+from jspec.spec_workers.base import DeviceState
+from jspec.spec_workers.upload import ExtendInputs, apply_extend
 from jspec.state.batches import ForwardBatch, ForwardMode
 
 
@@ -53,33 +58,121 @@ def row_slots(rows, positions, page_table, *, page_size: int):
     return jnp.where((rows > 0)[:, None], slots, 0)
 
 
-def extend_batch(inputs: ExtendInputs, *, page_size: int) -> tuple[ForwardBatch, jnp.ndarray]:
-    """The packed tokens of an EXTEND batch, and `i32[B]` the index of each row's last token (0 for padding)."""
-    ends = jnp.cumsum(inputs.extend_lens)
-    t = jnp.arange(inputs.input_ids.shape[0], dtype=jnp.int32)
+def prefill_batch(
+    input_ids, rows, prefix_lens, extend_lens, page_table, *, page_size: int, num_tails: int = 0
+) -> tuple[ForwardBatch, jnp.ndarray]:
+    """A ragged batch, and `i32[B]` the index of each row's last token (0 for padding).
+
+    Args:
+        input_ids: i32[T], rows one after another, padding, and the token of each tail at the very end.
+        rows: i32[B], 0 is padding; the last `num_tails` are tails.
+        prefix_lens, extend_lens: i32[B], KV-ready positions and tokens of each row; 0 for padding.
+        page_table: i32[B, P], wide enough for the rows' last positions.
+        page_size: tokens a page holds.
+        num_tails: static.
+    """
+    num_rows, num_packed = rows.shape[0] - num_tails, input_ids.shape[0] - num_tails
+    ends = jnp.cumsum(extend_lens[:num_rows])
+    t = jnp.arange(num_packed, dtype=jnp.int32)
     index = jnp.searchsorted(ends, t, side="right").astype(jnp.int32)
-    real = index < inputs.rows.shape[0]
-    index = jnp.minimum(index, inputs.rows.shape[0] - 1)
-    positions = jnp.where(real, inputs.prefix_lens[index] + t - (ends - inputs.extend_lens)[index], 0)
+    real = index < num_rows
+    index = jnp.minimum(index, num_rows - 1)
+    offset = t - (ends - extend_lens[:num_rows])[index]
+    tails = jnp.arange(num_tails, dtype=jnp.int32)
+    index = jnp.concatenate([index, num_rows + tails])
+    real = jnp.concatenate([real, extend_lens[num_rows:] > 0])
+    positions = jnp.where(real, prefix_lens[index] + jnp.concatenate([offset, jnp.zeros_like(tails)]), 0)
     batch = ForwardBatch(
-        input_ids=inputs.input_ids,
+        input_ids=input_ids,
         positions=positions,
-        slots=jnp.where(real, _slots(inputs.page_table, index, positions, page_size), 0),
-        rows=inputs.rows,
-        prefix_lens=inputs.prefix_lens,
-        extend_lens=inputs.extend_lens,
-        page_table=inputs.page_table,
-        forward_mode=ForwardMode.EXTEND,
+        slots=jnp.where(real, _slots(page_table, index, positions, page_size), 0),
+        rows=rows,
+        prefix_lens=prefix_lens,
+        extend_lens=extend_lens,
+        page_table=page_table,
+        forward_mode=ForwardMode.MIXED if num_tails else ForwardMode.EXTEND,
         query_len=None,
+        num_tails=num_tails,
     )
-    return batch, jnp.maximum(ends - 1, 0).astype(jnp.int32)
+    last = jnp.concatenate([jnp.maximum(ends - 1, 0).astype(jnp.int32), num_packed + tails])
+    return batch, last
 
 
-def token_rows(batch: ForwardBatch) -> jnp.ndarray:
-    """`i32[T]` pool row of each packed token of a ragged batch; 0 for padding tokens."""
-    ends = jnp.cumsum(batch.extend_lens)
-    index = jnp.searchsorted(ends, jnp.arange(batch.positions.shape[0], dtype=jnp.int32), side="right")
-    return jnp.where(batch.slots > 0, batch.rows[jnp.minimum(index, batch.rows.shape[0] - 1)], 0)
+class Prefill(NamedTuple):
+    """An EXTEND or MIXED batch, its tails bound to where they start. `B` rows of prompts, then `C` of tails."""
+
+    batch: ForwardBatch
+    last: Any  # i32[B + C]  index of each row's last token
+    new_seq_lens: Any  # i32[B + C]  frontier that is to be published
+    next_ids: Any  # i32[B + C, L]  tokens of the prompt that follow; -1 where the next one is to be sampled
+    fresh: Any  # bool[B + C]  a tail found what the launch before left; True elsewhere
+    forward_iter: Any  # i32[]
+
+    @property
+    def goes_on(self):
+        """`bool[B + C]` rows in the middle of their prompt: what is sampled for them means nothing."""
+        return self.next_ids[:, 0] >= 0
+
+
+def begin_extend(device: DeviceState, inputs: ExtendInputs) -> tuple[DeviceState, Prefill]:
+    """Applies the upload, reads the relay for the tails, and writes the tokens to their pages.
+
+    A tail's length is known only here: its last step may be unsettled, so the host would be wrong by what that accepts (SGLang rebinds its mixed tails at
+    the entry of the forward for the same reason).
+    """
+    device, tails = apply_extend(device, inputs), inputs.tails
+    seq_lens, carry, fresh = resolve(device.future, tails.rows, expected_iter=tails.expected_iter)
+    real = tails.rows > 0
+    rows = jnp.concatenate([inputs.rows, tails.rows])
+    prefix_lens = jnp.concatenate([inputs.prefix_lens, jnp.where(real, seq_lens, 0)])
+    extend_lens = jnp.concatenate([inputs.extend_lens, real.astype(jnp.int32)])
+    batch, last = prefill_batch(
+        jnp.concatenate([inputs.input_ids, jnp.where(real, carry.bonus, 0)]),
+        rows,
+        prefix_lens,
+        extend_lens,
+        device.page_table[rows],
+        page_size=device.page_size,
+        num_tails=tails.rows.shape[0],
+    )
+    ends = jnp.full((tails.rows.shape[0], inputs.next_ids.shape[1]), -1, jnp.int32)
+    device = dataclasses.replace(device, token_pages=_put_tokens(device, batch.slots, batch.input_ids))
+    return device, Prefill(
+        batch=batch,
+        last=last,
+        new_seq_lens=prefix_lens + extend_lens,
+        next_ids=jnp.concatenate([jnp.where((inputs.rows > 0)[:, None], inputs.next_ids, -1), ends]),
+        fresh=jnp.concatenate([jnp.ones_like(inputs.rows, bool), fresh]),
+        forward_iter=inputs.forward_iter,
+    )
+
+
+def _put_tokens(device: DeviceState, slots, tokens):
+    """`token_pages` with `tokens: i32[T]` at `slots: i32[T]`; slot 0 is the sink, and stays 0."""
+    page, offset = slots // device.page_size, slots % device.page_size
+    return device.token_pages.at[page, offset].set(jnp.where(page > 0, tokens, 0))
+
+
+def write_tokens(device: DeviceState, rows, positions, tokens, count) -> DeviceState:
+    """Emitted tokens to the pages that hold their KV, or will.
+
+    Args:
+        rows: i32[B], 0 is padding.
+        positions: i32[B], where the first one belongs.
+        tokens: i32[B, O].
+        count: i32[B], tokens that count; those that lie past the row's pages are left out: a pending token is written again by the step that follows it.
+    """
+    place = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    places = positions[:, None] + place
+    within = (place < count[:, None]) & (places < device.page_table.shape[1] * device.page_size)
+    slots = row_slots(rows, jnp.where(within, places, 0), device.page_table[rows], page_size=device.page_size)
+    slots = jnp.where(within, slots, 0)
+    return dataclasses.replace(device, token_pages=_put_tokens(device, slots.reshape(-1), tokens.reshape(-1)))
+
+
+def history(device: DeviceState, rows, *, table_width: int):
+    """`i32[B, table_width * page_size]`: prompt and output of each row, as far as its pages go."""
+    return device.token_pages[device.page_table[rows, :table_width]].reshape(rows.shape[0], -1)
 
 
 def next_tokens(input_ids, batch: ForwardBatch, last, tokens):

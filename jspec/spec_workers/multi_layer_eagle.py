@@ -21,7 +21,7 @@ from jspec.spec_workers.featured import (
     verify_chain,
     widen,
 )
-from jspec.spec_workers.forward import extend_batch, next_tokens, verify_batch
+from jspec.spec_workers.forward import next_tokens, verify_batch
 from jspec.spec_workers.upload import DecodeInputs, ExtendInputs
 
 
@@ -48,7 +48,8 @@ def multi_layer_eagle(
 
     Module `s` reads, beside the feature of token `j`, the embedding of token `j + 1 + s`, and predicts token `j + 2 + s`. At the end of the row these
     tokens are the drafts of the modules before it. Its KV of the last `s` rows has therefore seen drafts that may be refused later, and stays as it is:
-    that can cost acceptance near the frontier, and nothing else (as in SGLang, without its boundary fix).
+    that can cost acceptance near the frontier, and nothing else (as in SGLang, without its boundary fix). For the same reason only prompts are left to the
+    prefix cache: a page of emitted tokens would bring its next reader drafts that a prefill would not have seen.
 
     Args:
         target: the model.
@@ -83,13 +84,16 @@ def multi_layer_eagle(
             ),
         )
 
-    def run_modules(params, device: DeviceState, inputs, batch, ids, feature, last, bonus, new_seq_lens) -> DeviceState:
+    def run_modules(
+        params, device: DeviceState, batch, ids, feature, last, bonus, new_seq_lens, *, forward_iter, next_ids=None
+    ) -> DeviceState:
         """Every module over the same rows, and the stash.
 
         Args:
             ids: i32[T], the token after each row's own.
             feature: [T, H], the target's.
             last: i32[B], index of each row's newest token.
+            next_ids: i32[B, S] or None, tokens known to follow a row; -1 where they are not.
         """
         kv_pages, hidden, drafts, probs = device.draft_kv_pages, feature, [], []
         for module in range(steps):
@@ -97,14 +101,17 @@ def multi_layer_eagle(
             hidden, kv_pages = draft.forward(params["draft"], ids, reads, batch, kv_pages, module=module)
             logits = draft.logits(params["draft"], hidden[last], module=module)
             if rejection_sampling:
-                chosen, drawn_from = draw_tokens(device.sampling, inputs.rows, logits, new_seq_lens + 1 + module)
+                chosen, drawn_from = draw_tokens(device.sampling, batch.rows, logits, new_seq_lens + 1 + module)
                 probs.append(drawn_from)
             else:
                 chosen = best_tokens(logits, 1, scored=False)[1][:, 0]
             drafts.append(draft.token_ids(params["draft"], chosen))
-            ids = next_tokens(ids, batch, last, drafts[-1])
+            following = drafts[-1]
+            if next_ids is not None and module + 1 < steps:
+                following = jnp.where(next_ids[:, module + 1] >= 0, next_ids[:, module + 1], following)
+            ids = next_tokens(ids, batch, last, following)
         carry = Carry(bonus, jnp.stack(drafts, axis=1), jnp.stack(probs, axis=1) if probs else ())
-        future = stash(device.future, inputs.rows, carry, forward_iter=inputs.forward_iter)
+        future = stash(device.future, batch.rows, carry, forward_iter=forward_iter)
         return dataclasses.replace(device, draft_kv_pages=kv_pages, future=future)
 
     def extend_phase(params, device: DeviceState, inputs: ExtendInputs, *, table_width: int) -> PhaseOutput:
@@ -112,12 +119,13 @@ def multi_layer_eagle(
         return prefill(target, params["target"], device, inputs, draft.facts.capture_layers)
 
     def extend_commit(params, device: DeviceState, inputs: ExtendInputs, handoff: ExtendHandoff, *, table_width: int):
-        del table_width
-        batch, last = extend_batch(inputs, page_size=device.page_size)
-        feature = draft.feature(params["draft"], handoff.captured, handoff.hidden)
-        ids = next_tokens(inputs.input_ids, batch, last, handoff.tokens)
-        new_seq_lens = inputs.prefix_lens + inputs.extend_lens
-        return run_modules(params, device, inputs, batch, ids, feature, last, handoff.tokens, new_seq_lens)
+        del table_width, inputs  # the handoff has what was made of them
+        prompts, tokens, *features = handoff
+        batch, last = prompts.batch, prompts.last
+        feature = draft.feature(params["draft"], *features)
+        ids = next_tokens(batch.input_ids, batch, last, tokens)
+        known = {"forward_iter": prompts.forward_iter, "next_ids": prompts.next_ids}
+        return run_modules(params, device, batch, ids, feature, last, tokens, prompts.new_seq_lens, **known)
 
     def verify_phase(params, device: DeviceState, inputs: DecodeInputs, *, table_width: int, depth: int) -> PhaseOutput:
         begun = start(device, inputs, table_width=table_width, depth=depth, context_len=draft.facts.context_len)
@@ -143,7 +151,9 @@ def multi_layer_eagle(
         feature = draft.feature(params["draft"], *features)
         last = jnp.arange(rows.shape[0], dtype=jnp.int32) * tokens.shape[1] + accept_lens - 1
         ids, new_seq_lens = tokens.reshape(-1), handoff.seq_lens + accept_lens
-        return run_modules(params, device, inputs, batch, ids, feature, last, ids[last], new_seq_lens)
+        return run_modules(
+            params, device, batch, ids, feature, last, ids[last], new_seq_lens, forward_iter=inputs.forward_iter
+        )
 
     return SpecWorker(
         name=name,
@@ -163,5 +173,7 @@ def multi_layer_eagle(
         commit_phase=commit_phase,
         depths=(steps,),
         draft_kv_bytes_per_token=draft.facts.kv_bytes_per_token,
+        lookahead=steps,
+        caches_output=False,
         lossy=lossy_threshold < 1,
     )

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 DECODE_COLUMNS = 4
 EXTEND_COLUMNS = 10 + MAX_STOP_TOKEN_IDS
+"""Of each prompt row, beside the tokens that follow a chunk and the pages."""
 OUTCOME_COLUMNS = 3
 
 
@@ -34,7 +35,7 @@ class DecodeInputs(NamedTuple):
 
 
 class ExtendInputs(NamedTuple):
-    """An EXTEND batch on the device: `T` packed tokens of `B` rows, padded to its bucket."""
+    """An EXTEND or MIXED batch on the device: `T` packed tokens of `B` rows, padded to its bucket, and the tails."""
 
     input_ids: Any  # i32[T]
     rows: Any  # i32[B]
@@ -48,7 +49,26 @@ class ExtendInputs(NamedTuple):
     min_p: Any  # f32[B]
     stop_from: Any  # i32[B]
     stop_token_ids: Any  # i32[B, S]
+    next_ids: Any  # i32[B, L]  prompt tokens that follow a chunk; -1 where the prompt ends, and the first token is to be sampled
     page_table: Any  # i32[B, P]
+    tails: DecodeInputs  # running rows that go on by their pending token; of no rows in an EXTEND batch
+
+
+class ExtendSizes(NamedTuple):
+    """Static sizes of one prefill program."""
+
+    num_tokens: int  # T
+    num_rows: int  # B
+    num_tails: int  # C
+    lookahead: int  # L, at least 1
+    table_width: int  # P: all pages of a row
+    max_new_pages: int  # K, of a tail
+
+    @property
+    def upload_len(self) -> int:
+        """Words of the upload."""
+        prompts = self.num_rows * (EXTEND_COLUMNS + self.lookahead + self.table_width)
+        return self.num_tokens + prompts + self.num_tails * (DECODE_COLUMNS + self.max_new_pages)
 
 
 class RowSampling(NamedTuple):
@@ -82,35 +102,46 @@ def unpack_decode(upload) -> DecodeInputs:
 
 
 def pack_extend(
-    batch: ScheduleBatch, tokens: np.ndarray, sampling: RowSampling, *, num_tokens: int, num_rows: int, table_width: int
+    batch: ScheduleBatch, tokens: np.ndarray, next_ids: np.ndarray, sampling: RowSampling, sizes: ExtendSizes
 ) -> np.ndarray:
-    """`i32[T + B * (10 + S + P)]`: the whole upload of an EXTEND launch.
+    """`i32[T + B * (10 + S + L + P) + C * (4 + K)]`: the whole upload of an EXTEND or MIXED launch.
 
     Args:
         batch: the plan.
         tokens: i32[sum of extend_lens], rows one after another.
+        next_ids: i32[b, L], see `ExtendInputs`.
         sampling: parameters of the batch's rows.
-        num_tokens, num_rows, table_width: `T`, `B`, `P` of the bucket.
+        sizes: of the program.
     """
-    b = batch.rows.shape[0]
-    upload = np.zeros(num_tokens + num_rows * (EXTEND_COLUMNS + table_width), np.int32)
+    b, columns = batch.rows.shape[0], EXTEND_COLUMNS + sizes.lookahead
+    upload = np.zeros(sizes.upload_len, np.int32)
     upload[: tokens.shape[0]] = tokens
-    table = upload[num_tokens:].reshape(num_rows, EXTEND_COLUMNS + table_width)
+    tails = upload.shape[0] - sizes.num_tails * (DECODE_COLUMNS + sizes.max_new_pages)
+    table = upload[sizes.num_tokens : tails].reshape(sizes.num_rows, -1)
+    if sizes.num_tails:
+        part = upload[tails:].reshape(sizes.num_tails, -1)
+        part[:, DECODE_COLUMNS:] = -1
+        if batch.tails is not None:
+            part[:] = pack_decode(batch.tails, bucket=sizes.num_tails)
     table[:, 3] = batch.forward_iter
     reals = (sampling.temperature, sampling.top_p, sampling.min_p)
-    columns = (sampling.top_k, sampling.seed.view(np.int32), *(x.view(np.int32) for x in reals), sampling.stop_from)
+    each = (sampling.top_k, sampling.seed.view(np.int32), *(x.view(np.int32) for x in reals), sampling.stop_from)
     for i, column in zip(
-        (0, 1, 2, 4, 5, 6, 7, 8, 9), (batch.rows, batch.prefix_lens, batch.extend_lens, *columns), strict=True
+        (0, 1, 2, 4, 5, 6, 7, 8, 9), (batch.rows, batch.prefix_lens, batch.extend_lens, *each), strict=True
     ):
         table[:b, i] = column
     table[:b, 10:EXTEND_COLUMNS] = sampling.stop_token_ids
-    table[:b, EXTEND_COLUMNS:] = np.maximum(batch.new_pages[:, :table_width], 0)
+    table[:b, EXTEND_COLUMNS:columns] = next_ids
+    table[:b, columns:] = np.maximum(batch.new_pages[:, : sizes.table_width], 0)
     return upload
 
 
-def unpack_extend(upload, *, num_tokens: int, num_rows: int) -> ExtendInputs:
+def unpack_extend(upload, *, sizes: ExtendSizes) -> ExtendInputs:
     """The inverse of `pack_extend`, on the device."""
-    table = upload[num_tokens:].reshape(num_rows, -1)
+    num_tokens, columns = sizes.num_tokens, EXTEND_COLUMNS + sizes.lookahead
+    tails = upload.shape[0] - sizes.num_tails * (DECODE_COLUMNS + sizes.max_new_pages)
+    table = upload[num_tokens:tails].reshape(sizes.num_rows, -1)
+    tail_table = upload[tails:].reshape(sizes.num_tails, DECODE_COLUMNS + sizes.max_new_pages)
     reals = lax.bitcast_convert_type(table[:, 6:9], jnp.float32)
     return ExtendInputs(
         input_ids=upload[:num_tokens],
@@ -125,8 +156,16 @@ def unpack_extend(upload, *, num_tokens: int, num_rows: int) -> ExtendInputs:
         min_p=reals[:, 2],
         stop_from=table[:, 9],
         stop_token_ids=table[:, 10:EXTEND_COLUMNS],
-        page_table=table[:, EXTEND_COLUMNS:],
+        next_ids=table[:, EXTEND_COLUMNS:columns],
+        page_table=table[:, columns:],
+        tails=unpack_decode(tail_table)._replace(forward_iter=table[0, 3])
+        if sizes.num_tails
+        else _no_tails(tail_table),
     )
+
+
+def _no_tails(table) -> DecodeInputs:
+    return DecodeInputs(table[:, 0], table[:, 1], jnp.int32(0), table[:, 3], table[:, DECODE_COLUMNS:])
 
 
 def apply_decode(device: "DeviceState", inputs: DecodeInputs) -> "DeviceState":
@@ -140,7 +179,8 @@ def apply_decode(device: "DeviceState", inputs: DecodeInputs) -> "DeviceState":
 
 
 def apply_extend(device: "DeviceState", inputs: ExtendInputs) -> "DeviceState":
-    """Page table and sampling parameters of the new rows. The whole table row is set, so pages of the row's last owner are out of reach."""
+    """Page table and sampling parameters of the prompts' rows, and the page-table delta of the tails. The whole table row of a prompt is set, so pages of
+    the row's last owner are out of reach."""
     pages = jnp.pad(inputs.page_table, ((0, 0), (0, device.page_table.shape[1] - inputs.page_table.shape[1])))
     real = inputs.rows > 0
 
@@ -160,7 +200,7 @@ def apply_extend(device: "DeviceState", inputs: ExtendInputs) -> "DeviceState":
         stop_token_ids=put(old.stop_token_ids, inputs.stop_token_ids, -1),
     )
     table = device.page_table.at[inputs.rows].set(jnp.where(real[:, None], pages, 0))
-    return dataclasses.replace(device, page_table=table, sampling=sampling)
+    return apply_decode(dataclasses.replace(device, page_table=table, sampling=sampling), inputs.tails)
 
 
 def pack_outcome(tokens, accept_lens, new_seq_lens, status):
@@ -168,9 +208,14 @@ def pack_outcome(tokens, accept_lens, new_seq_lens, status):
     return jnp.concatenate([jnp.stack([accept_lens, new_seq_lens, status], axis=1), tokens], axis=1).astype(jnp.int32)
 
 
-def unpack_outcome(outcome: np.ndarray, num_rows: int) -> GenerationBatchResult:
-    """The result of the launch's `num_rows` real rows, as views of the download."""
-    outcome = outcome[:num_rows]
+def unpack_outcome(
+    outcome: np.ndarray, num_rows: int, *, num_tails: int = 0, tails_at: int = 0
+) -> GenerationBatchResult:
+    """The result of the launch's real rows: of the first `num_rows`, as views of the download, and of the `num_tails` rows from `tails_at` on."""
+    tails, outcome = outcome[tails_at : tails_at + num_tails], outcome[:num_rows]
+    if num_tails:
+        outcome = np.concatenate([outcome, tails])
+        num_rows += num_tails
     return GenerationBatchResult(
         next_token_ids=outcome[:, OUTCOME_COLUMNS:],
         accept_lens=outcome[:, 0],

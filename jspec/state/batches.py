@@ -47,6 +47,8 @@ class ForwardBatch:
     forward_mode: ForwardMode = dataclasses.field(metadata={"static": True})
     query_len: int | None = dataclasses.field(metadata={"static": True})
     """`W` when every row owns exactly `W` packed slots (`T == B * W`), as in decode and verify; None when rows are ragged."""
+    num_tails: int = dataclasses.field(default=0, metadata={"static": True})
+    """Of a ragged batch: the last so many rows own one packed slot each, the last ones, whatever the other rows fill."""
     query_start: int = dataclasses.field(default=0, metadata={"static": True})
     """Nodes of a tree that earlier forwards wrote: this batch's are the next ones. Needs `ancestors`; see `verify_attention`."""
 
@@ -54,9 +56,10 @@ class ForwardBatch:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScheduleBatch:
-    """One planned launch: made once, consumed once, never changed. Rows are pool rows in ascending order, without padding.
+    """One planned launch: made once, consumed once, never changed. Rows are distinct pool rows, without padding.
 
-    It holds no KV frontier: that lives in the FutureMap and is read inside the launch.
+    It holds no KV frontier: that lives in the FutureMap and is read inside the launch. A MIXED batch is an EXTEND batch with a DECODE batch for its
+    `tails`, whose rows move on by their one pending token.
     """
 
     forward_iter: Any  # i32[]      number of this launch, from 1; the relay generation it publishes
@@ -66,7 +69,9 @@ class ScheduleBatch:
     prefix_lens: Any  # i32[B]     EXTEND: KV-ready tokens before it; DECODE: 0, late bound on the device
     extend_lens: Any  # i32[B]     EXTEND: tokens this launch prefills; DECODE: 0
     expected_iter: Any  # i32[B]     relay generation the launch must find in each row; 0 = none, the row is new
-    first_page: Any  # i32[B]     column of the page table where new_pages start
-    new_pages: Any  # i32[B, K]  pages granted by this plan, -1 padded: the page-table delta
+    first_page: Any  # i32[B]     column of the page table where new_pages start; EXTEND: 0
+    new_pages: Any  # i32[B, K]  pages granted by this plan, -1 padded: the page-table delta; EXTEND: all pages of the row, shared ones included
     kv_bound: Any  # i32[]      upper bound of every position this launch may touch, in tokens
+    goes_on: Any  # bool[B]    EXTEND: more of the prompt is to come, so this launch emits nothing for the row
+    tails: "ScheduleBatch | None" = None  # MIXED: running rows that ride along
     forward_mode: ForwardMode = dataclasses.field(metadata={"static": True})

@@ -43,6 +43,16 @@ def add_at(array, index, values):
     return array.at[index].add(values)
 
 
+def count_at(array, index, delta: int, where):
+    """`array[index] += delta` at entries `where`, as a new array; equal indices add up. The others point at a sink entry, 0."""
+    index = where * index
+    if isinstance(array, np.ndarray):
+        array = array.copy()
+        np.add.at(array, index, where * np.int32(delta))
+        return array
+    return array.at[index].add(where * delta)
+
+
 def ceil_div(lengths, size: int):
     """`lengths / size`, rounded up."""
     return (lengths + (size - 1)) // size

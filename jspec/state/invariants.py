@@ -3,7 +3,7 @@
 import numpy as np
 
 from jspec.state.ledger import num_pages_held
-from jspec.state.requests import seqlen
+from jspec.state.requests import has_started, is_filling, seqlen
 from jspec.state.scheduler_state import Limits, SchedulerState
 
 
@@ -22,10 +22,10 @@ def _require(holds, name: str, **values) -> None:
 
 
 def unsettled_launches(state: SchedulerState) -> np.ndarray:
-    """`i32[R]` launches under way that still count for the row."""
+    """`i32[R]` launches under way that still count for the row: those that will bring it tokens."""
     count = np.zeros_like(state.requests.epoch)
     for launched in state.launched:
-        alive = (state.requests.epoch[launched.rows] == launched.epochs) & (launched.rows > 0)
+        alive = (state.requests.epoch[launched.rows] == launched.epochs) & (launched.rows > 0) & launched.emits
         np.add.at(count, launched.rows[alive], 1)
     return count
 
@@ -54,7 +54,7 @@ def check(state: SchedulerState, *, limits: Limits, frontier=None, max_accept: i
     _require(held <= ledger.page_table.shape[1], "allocation fits the row's page table", held=held)
     _require(~alive | (committed > 0), "a running request has KV", committed=committed)
     _require(alive | (allocated == 0), "a free row holds no KV", allocated=allocated)
-    started = alive & (requests.output_len > 0)
+    started, filling = has_started(requests), is_filling(requests, committed)
     _require(
         ~started | (n == committed + 1),
         "seqlen == kv_committed_len + 1 (the pending bonus token)",
@@ -62,12 +62,16 @@ def check(state: SchedulerState, *, limits: Limits, frontier=None, max_accept: i
         committed=committed,
     )
     _require(
-        started | ~alive | (n == committed),
-        "before its first token a request has its prompt committed",
+        started | ~alive | (n == requests.fill_len),
+        "a request without a new token has what its prefill covers",
         seqlen=n,
-        committed=committed,
+        fill_len=requests.fill_len,
     )
-    decoded = alive & (allocated > requests.prompt_len)
+    _require(filling.sum() <= 1, "one prompt at most goes in chunks", rows=np.nonzero(filling)[0])
+    _require(~filling | ((committed == allocated) & (committed % page == 0)), "a chunk ends at a page's end",
+             committed=committed, allocated=allocated)  # fmt: skip
+    _require(~started | ~filling, "no token before the whole prompt is in place", seqlen=n, committed=committed)
+    decoded = alive & (allocated > requests.fill_len)
     _require(~decoded | (allocated % page == 0), "a reserved length is page aligned", allocated=allocated)
     _require(
         ~alive | (requests.output_len < requests.max_new_tokens),
@@ -77,17 +81,29 @@ def check(state: SchedulerState, *, limits: Limits, frontier=None, max_accept: i
     _require(~alive | (requests.prompt_len + requests.max_new_tokens <= limits.context_len), "a request fits the context",
              prompt_len=requests.prompt_len, max_new_tokens=requests.max_new_tokens)  # fmt: skip
 
-    # Pages: each is free or held by one row, and all are there.
-    columns = np.arange(ledger.page_table.shape[1])[None, :]
-    used = ledger.page_table[columns < held[:, None]]
+    # Pages: each is free, held by one row, or cached, and all are there.
+    columns, cache = np.arange(ledger.page_table.shape[1])[None, :], state.prefix_cache
+    shared = columns < (protected // page)[:, None]
+    used = ledger.page_table[~shared & (columns < held[:, None])]
+    cached = np.nonzero(cache.depth)[0]
     _require(
         (ledger.page_table == 0) == (columns >= held[:, None]),
         "the page table ends where the allocation ends",
         table=ledger.page_table,
     )
-    pages = np.sort(np.concatenate([ledger.free_pages[: int(ledger.num_free)], used]))
-    _require(pages.size == ledger.free_pages.size - 1, "free + held == total", free=ledger.num_free, held=used.size)
+    pages = np.sort(np.concatenate([ledger.free_pages[: int(ledger.num_free)], used, cached]))
+    _require(pages.size == ledger.free_pages.size - 1, "free + cached + held == total",
+             free=ledger.num_free, cached=cached.size, held=used.size)  # fmt: skip
     _require(pages == np.arange(1, pages.size + 1), "every page is in one place", pages=pages)
+
+    depth = cache.depth[ledger.page_table]
+    _require(~shared | (depth == columns + 1), "the protected part of a row is a cached prefix", depth=depth)
+    locks = np.bincount(ledger.page_table[shared], minlength=ledger.page_locks.size)
+    _require(
+        ledger.page_locks == locks, "a page is locked once a row that reads it", locks=ledger.page_locks, rows=locks
+    )
+    _require(cached.size == len(cache.pages) == len(cache.keys), "the cache's two indexes agree", cached=cached.size)
+    _require([cache.pages.get(cache.keys.get(p)) == p for p in cached.tolist()], "a key names its page", cached=cached)
 
     # Rows and launches.
     _require(
@@ -97,6 +113,9 @@ def check(state: SchedulerState, *, limits: Limits, frontier=None, max_accept: i
     )
     serials = requests.serial[alive]
     _require(np.unique(serials).size == serials.size, "a request holds one row", serials=serials)
+    _require(set(state.admitted) == set(serials.tolist()), "who holds a row is on record", admitted=len(state.admitted))
+    priorities = np.array([request.priority for request in state.waiting])
+    _require(priorities[:-1] >= priorities[1:], "the queue goes by priority", priorities=priorities)
     waiting = [request.serial for request in state.waiting]
     _require(not set(waiting) & set(serials.tolist()), "a request waits or runs, not both", waiting=len(waiting))
     _require(
@@ -107,7 +126,9 @@ def check(state: SchedulerState, *, limits: Limits, frontier=None, max_accept: i
     _require(requests.last_launch <= state.forward_iter, "no launch of the future", last_launch=requests.last_launch)
     count = unsettled_launches(state)
     _require(count <= limits.depth + 1, "at most depth + 1 launches of a row are unsettled", count=count)
-    _require(~alive | started | (count > 0), "a request without output has its prefill under way", count=count)
+    _require(
+        ~alive | started | filling | (count > 0), "a request without output has its prefill under way", count=count
+    )
 
     if frontier is not None:
         lead = np.where(alive, np.asarray(frontier) - committed, 0)

@@ -4,9 +4,10 @@ import dataclasses
 
 import jax
 import numpy as np
-from pyrsistent import PDeque, pdeque
+from pyrsistent import PDeque, PMap, pdeque, pmap
 
 from jspec.state.ledger import KVLedger, init_ledger
+from jspec.state.prefix_cache import PrefixCache, init_prefix_cache
 from jspec.state.requests import RequestTable, init_requests
 from jspec.state.results import Launched
 
@@ -18,8 +19,14 @@ class Limits:
     context_len: int  # tokens of prompt + output
     alloc_len: int  # 1 + the highest offset past the frontier that one step of the worker writes
     depth: int  # launches that may be unsettled when a plan is made: 1 with overlap, 0 without
-    max_prefill_tokens: int  # prompt tokens of one EXTEND batch, unless a single prompt is longer
-    max_prefill_rows: int  # requests of one EXTEND batch
+    max_prefill_tokens: int  # prompt tokens of one EXTEND batch; a longer prompt is cut into chunks
+    max_prefill_rows: int  # requests of one EXTEND batch, tails not counted
+    lookahead: int = 0  # prompt tokens past a chunk that its draft needs: no chunk leaves fewer
+    mixed: bool = True  # running requests ride in an EXTEND batch as tails
+    policy: str = "fcfs"  # one of `config.POLICIES`
+    new_token_ratio: float = 0.7  # share of their remaining tokens that running requests are expected to want, at first
+    min_new_token_ratio: float = 0.098  # and at last, if no request is retracted
+    ratio_steps: int = 600  # decode plans from the first to the last
 
     @property
     def reserve_len(self) -> int:
@@ -34,9 +41,14 @@ class SchedulerState:
 
     requests: RequestTable
     ledger: KVLedger
+    prefix_cache: PrefixCache
     launched: tuple[Launched, ...]  # unsettled launches, oldest first; at most depth + 1
     forward_iter: np.int32  # number of the newest launch; 0 = none yet
-    waiting: PDeque = dataclasses.field(metadata={"static": True})  # of Waiting, first come first
+    new_token_ratio: np.float32  # see `Limits`; a retraction raises it
+    waiting: PDeque = dataclasses.field(
+        metadata={"static": True}
+    )  # of Waiting; retracted ones first, then first come first
+    admitted: PMap = dataclasses.field(metadata={"static": True})  # serial -> Waiting, of the requests that hold a row
 
 
 def init_state(*, limits: Limits, max_running: int, num_pages: int, page_size: int) -> SchedulerState:
@@ -54,7 +66,10 @@ def init_state(*, limits: Limits, max_running: int, num_pages: int, page_size: i
         ledger=init_ledger(
             max_running=max_running, num_pages=num_pages, pages_per_row=pages_per_row, page_size=page_size
         ),
+        prefix_cache=init_prefix_cache(num_pages),
         launched=(),
         forward_iter=np.int32(0),
+        new_token_ratio=np.float32(limits.new_token_ratio),
         waiting=pdeque(),
+        admitted=pmap(),
     )

@@ -19,7 +19,7 @@ from jspec.models.target import TargetModel
 from jspec.scheduler.reserve import max_new_pages
 from jspec.spec_workers import EagleSizes, Proposal, SpecWorker, chain, eagle, multi_layer_eagle, ngram, plain
 from jspec.spec_workers.base import DeviceSizes
-from jspec.spec_workers.upload import DECODE_COLUMNS, EXTEND_COLUMNS, unpack_decode, unpack_extend
+from jspec.spec_workers.upload import DECODE_COLUMNS, ExtendSizes, unpack_decode, unpack_extend
 from jspec.tpu_report.jobs import VERIFIES, StepJob
 
 MODELS = {
@@ -128,7 +128,6 @@ def programs(job: StepJob, worker: SpecWorker, mesh: Mesh) -> Iterator[tuple[str
         num_pages=job.batch * pages_per_row,
         pages_per_row=pages_per_row,
         page_size=job.page_size,
-        max_len=job.context + 64,
     )
     device = jax.eval_shape(functools.partial(worker.init, sizes))
     pool = NamedSharding(mesh, POOL if mesh.size > 1 else PartitionSpec())
@@ -142,10 +141,19 @@ def programs(job: StepJob, worker: SpecWorker, mesh: Mesh) -> Iterator[tuple[str
 
     if VERIFIES.get(job.worker, 1) > 1:
         return  # its prefill is that of "plain"
-    rows, table = 8, job.prefill_tokens // job.page_size
-    unpack = functools.partial(unpack_extend, num_tokens=job.prefill_tokens, num_rows=rows)
-    upload = jax.ShapeDtypeStruct((job.prefill_tokens + rows * (EXTEND_COLUMNS + table),), jnp.int32)
-    yield from _named("prefill", unpack, worker.extend_phase, worker.extend_commit, table, params, device, upload, mesh)
+    for name, num_tails in (("prefill", 0), ("mixed", job.batch)):
+        extend = ExtendSizes(
+            num_tokens=job.prefill_tokens,
+            num_rows=8,
+            num_tails=num_tails,
+            lookahead=max(worker.lookahead, 1),
+            table_width=pages_per_row,
+            max_new_pages=width,
+        )
+        unpack = functools.partial(unpack_extend, sizes=extend)
+        upload = jax.ShapeDtypeStruct((extend.upload_len,), jnp.int32)
+        functions = (unpack, worker.extend_phase, worker.extend_commit, pages_per_row)
+        yield from _named(name, *functions, params, device, upload, mesh)
 
 
 def _placed(tree: Any, where: Mesh | NamedSharding) -> Any:

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec.models.target import TargetModel
-from jspec.spec_workers.forward import extend_batch
-from jspec.spec_workers.upload import ExtendInputs
+from jspec.spec_workers.forward import prefill_batch
 from jspec.state.dense import round_up
 from jspec.training.shards import (
     Manifest,
@@ -135,22 +134,8 @@ def _packs(sequences: Sequence[np.ndarray], num_tokens: int) -> Iterator[list[np
 def _compiled(forward, init_kv, capture_layers: tuple[int, ...], num_pages: int):
     @jax.jit
     def run(params, tokens, lens, page_table):
-        inputs = ExtendInputs(
-            input_ids=tokens,
-            rows=jnp.where(lens > 0, jnp.arange(1, _ROWS + 1, dtype=jnp.int32), 0),
-            prefix_lens=jnp.zeros_like(lens),
-            extend_lens=lens,
-            forward_iter=0,
-            top_k=None,
-            seed=None,
-            temperature=None,
-            top_p=None,
-            min_p=None,
-            stop_from=None,
-            stop_token_ids=None,
-            page_table=page_table,
-        )
-        batch, _ = extend_batch(inputs, page_size=_PAGE_SIZE)
+        rows = jnp.where(lens > 0, jnp.arange(1, _ROWS + 1, dtype=jnp.int32), 0)
+        batch, _ = prefill_batch(tokens, rows, jnp.zeros_like(lens), lens, page_table, page_size=_PAGE_SIZE)
         out = forward(params, batch, init_kv(num_pages, _PAGE_SIZE), capture_layers=capture_layers)
         return jnp.concatenate([out.captured, out.hidden[:, None]], axis=1).astype(jnp.float16)
 

@@ -34,6 +34,18 @@ def test_traffic_does_not_depend_on_context_length(cost):
     assert cost.traffic == cost.traffic_short_context
 
 
+def test_a_prompt_longer_than_one_batch_is_no_part_of_it():
+    """Prompts of 2,242 tokens go in chunks, with the rows that decode along: what is counted are decode launches alone, as with a short prompt."""
+    cost = measure_host(2, context_len=3072, page_size=16, iterations=4)
+    assert cost.prompt_tokens > 2048 > cost.short_context_len and cost.iterations == 4
+    assert cost.traffic == cost.traffic_short_context
+    assert (cost.traffic["dispatches"], cost.traffic["uploads"], cost.traffic["upload_bytes"]) == (
+        2,
+        1,
+        2 * (4 + 1) * 4,
+    )
+
+
 def test_parts_add_up(cost):
     assert cost.iterations == 12
     assert 0 < cost.host_ms.p10 <= cost.host_ms.median <= cost.host_ms.p90
@@ -49,6 +61,23 @@ def test_table_names_every_figure(cost):
     for label in ("host ms", "p10", "p90", "goal", "plan", "pack + dispatch", "settle", "dispatches", "bytes up"):
         assert label in text
     assert "does not depend on context length" in text
+
+
+def test_a_request_that_rides_along_moves_on_by_a_token():
+    """In a MIXED launch the stub's rows emit one token, the first of their run; the probes count decode launches only."""
+    config = EngineConfig(max_running=2, context_len=64, page_size=8, overlap=False, checked=True)
+    engine = Engine(config, target=stub_target(64), worker=stub_worker())
+    engine.submit(np.arange(5), SamplingParams(max_new_tokens=20), rid="a")
+    emitted = [[e.token_ids for e in engine.step()] for _ in range(2)]
+    engine.submit(np.arange(9), SamplingParams(max_new_tokens=20), rid="b")
+    with counted_traffic(engine) as traffic:
+        mixed = [(e.rid, e.token_ids) for e in engine.step()]
+        assert traffic.launches == traffic.dispatches == traffic.uploads == traffic.downloads == 0
+        decode = [(e.rid, e.token_ids) for e in engine.step()]
+        assert (traffic.launches, traffic.dispatches) == (1, 2)
+    assert emitted == [[[0]], [[0, 1, 2]]]
+    assert sorted(mixed) == [("a", [0]), ("b", [0])]
+    assert sorted(decode) == [("a", [0, 1, 2]), ("b", [0, 1, 2])]
 
 
 def test_probes_change_no_token():

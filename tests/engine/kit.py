@@ -11,8 +11,7 @@ from jspec import Engine, EngineConfig, SamplingParams
 from jspec.models.draft import DraftFacts, DraftModel
 from jspec.models.tiny import markov_target, random_target
 from jspec.spec_workers.chain import Proposal, chain
-from jspec.spec_workers.forward import extend_batch
-from jspec.spec_workers.upload import ExtendInputs
+from jspec.spec_workers.forward import prefill_batch
 
 VOCAB = 64
 CONTEXT = 128
@@ -132,7 +131,9 @@ def build(target, algorithm: str = "plain", worker=None, **settings) -> Engine:
         defaults["num_draft_tokens"] = 5
     settings = {**defaults, **settings}
     settings.setdefault("batch_buckets", (settings["max_running"],))
-    settings.setdefault("prefill_buckets", (settings.get("context_len", target.facts.context_len),))
+    # Whole batches of prompts at once, unless a test asks for chunks.
+    settings.setdefault("max_prefill_tokens", 4 * settings.get("context_len", target.facts.context_len))
+    settings.setdefault("prefill_buckets", (settings["max_prefill_tokens"],))
     return Engine(EngineConfig(algorithm=algorithm, **settings), target=target, worker=worker)
 
 
@@ -148,22 +149,8 @@ def _full_forward(forward, logits, init_kv, padded: int):
 
     @jax.jit
     def run(params, tokens, length):
-        inputs = ExtendInputs(
-            input_ids=tokens,
-            rows=jnp.ones(1, jnp.int32),
-            prefix_lens=jnp.zeros(1, jnp.int32),
-            extend_lens=length[None],
-            forward_iter=0,
-            top_k=None,
-            seed=None,
-            temperature=None,
-            top_p=None,
-            min_p=None,
-            stop_from=None,
-            stop_token_ids=None,
-            page_table=jnp.arange(1, pages + 1, dtype=jnp.int32)[None],
-        )
-        batch, last = extend_batch(inputs, page_size=page_size)
+        one, table = jnp.ones(1, jnp.int32), jnp.arange(1, pages + 1, dtype=jnp.int32)[None]
+        batch, last = prefill_batch(tokens, one, one - 1, length[None], table, page_size=page_size)
         out = forward(params, batch, init_kv(pages, page_size))
         return logits(params, out.hidden[last])[0]
 
@@ -187,12 +174,13 @@ def slow_greedy(target, prompt: list[int], num_tokens: int, stop=()) -> list[int
 
 
 def assert_idle(engine: Engine) -> None:
-    """O3: nothing held, nothing waiting, every page free. At most the last launch, with rows of ended requests, is still to be settled."""
+    """O3: nothing held, nothing waiting, every page free or cached. At most the last launch, with rows of ended requests, is still to be settled."""
     while engine.has_work:
         assert not list(engine.step())
     state = engine.state
     assert not engine.has_work and not state.waiting and not state.launched
-    assert int(state.ledger.num_free) == state.ledger.free_pages.shape[0] - 1
+    assert int(state.ledger.num_free) + len(state.prefix_cache.pages) == state.ledger.free_pages.shape[0] - 1
+    assert not state.ledger.page_locks.any()
     assert not state.requests.serial.any() and not state.ledger.kv_allocated_len.any()
 
 

@@ -107,10 +107,10 @@ def test_one_window_less_writes_past_the_allocation(page_size):
     run.submit(1, 20)
     run.step([[0]])
     short = Limits(context_len=256, alloc_len=4, depth=0, max_prefill_tokens=256, max_prefill_rows=8)
-    run.state, batch = plan(run.state, limits=short)
+    run.state, batch, _ = plan(run.state, limits=short)
     run.launch(batch, [[0] * 4])
     run.settle()  # of the prefill
-    run.state, batch = plan(run.state, limits=short)
+    run.state, batch, _ = plan(run.state, limits=short)
     frontier, (_, allocated, _) = int(run.device.frontier[1]), run.lens()
     assert (frontier, frontier + 4, allocated) == (24, 28, 24)  # the window [24, 28) against A = 24
     with pytest.raises(AssertionError, match="a write past the allocation"):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from oracles import ceil_to, freeze, next_allocated
 
-from jspec.scheduler import max_new_pages, prepare_extend, reserve
+from jspec.scheduler import max_new_pages, pages_short, prepare_extend, reserve
 from jspec.state import init_ledger, num_pages_held
 
 I32 = np.int32
@@ -115,6 +115,14 @@ def test_random_ledgers_against_one_row_at_a_time(page_size, depth):
         for _ in range(4):
             width = int(rng.integers(1, 9))
             active = np.append(False, (rng.random(6) < 0.7) & (np.array(lens) > 0))
+            lacking = pages_short(freeze(ledger), active, reserve_len=(depth + 1) * width)
+            assert lacking == sum(
+                (next_allocated(allocated, committed, (depth + 1) * width, page_size) - ceil_to(allocated, page_size))
+                // page_size
+                for row, (committed, allocated) in enumerate(state, 1)
+                if active[row]
+            )
+            enough, had = lacking <= free, free
             ledger, reserved = reserve(freeze(ledger), active, alloc_len=width, depth=depth)
             short = False
             for row, (committed, allocated) in enumerate(state, 1):
@@ -134,4 +142,26 @@ def test_random_ledgers_against_one_row_at_a_time(page_size, depth):
             assert reserved.new_pages.shape == (7, max_new_pages(alloc_len=width, depth=depth, page_size=page_size))
             assert ledger.kv_allocated_len[1:].tolist() == [allocated for _, allocated in state]
             assert ledger.num_free == free
+            assert enough == reserved.granted[active].all() and (free == had - lacking or not enough)
             assert all_pages(ledger) == list(range(1, ledger.free_pages.size))
+
+
+@pytest.mark.parametrize(("active", "short"), [([], 0), ([1], 2), ([2], 1), ([3], 0), ([1, 2], 3), ([1, 2, 3], 3)])
+def test_pages_that_a_reserve_lacks(active, short):
+    """p = 4, a reserve of 7: row 1 (8 tokens) lacks two pages, row 2 (5, of 8) one; row 3 has its own in place."""
+    ledger = ledger_with([8, 5, 5], page_size=4, num_pages=40)
+    ledger, _ = reserve(ledger, np.array([False, False, False, True]), alloc_len=7, depth=0)
+    rows = np.isin(np.arange(4), active)
+    before = freeze(ledger)
+    got = pages_short(before, rows, reserve_len=7)
+    assert got.dtype == I32 and got == short
+    assert reserve(before, rows, alloc_len=7, depth=0)[0].num_free == before.num_free - short
+
+
+def test_a_reserve_that_no_table_holds_lacks_nothing():
+    """It is never granted, so no page would help."""
+    ledger = ledger_with([8, 4], page_size=4, num_pages=40, pages_per_row=3)
+    active = np.array([False, True, True])
+    assert pages_short(ledger, active, reserve_len=8) == 2
+    after, reserved = reserve(ledger, active, alloc_len=8, depth=0)
+    assert reserved.granted.tolist() == [False, False, True] and after.num_free == ledger.num_free - 2

@@ -109,8 +109,53 @@ def test_a_prefill_commits_nothing():
     run.step([[B0]])
     before = run.state.ledger
     requests, ledger, settled = settle(run.state.requests, before, run.state.launched[0], run.results[0])
-    assert ledger is before
+    chex.assert_trees_all_equal(ledger, before)
     assert requests.output_len.tolist() == [0, 1] and settled.num_visible.tolist() == [1]
+
+
+def test_a_chunk_brings_nothing():
+    """In the middle of a prompt a launch emits no token and commits none: its length was committed when planned."""
+    run = Run(depth=0, page_size=4, max_prefill_tokens=8)
+    run.submit(1, 20, 1, stops=(0,))  # 0 is what the padding of an outcome holds
+    run.launch(run.plan(), [[]])
+    before = run.state
+    requests, ledger, settled = settle(before.requests, before.ledger, before.launched[0], run.results[0])
+    chex.assert_trees_all_equal((requests, ledger), (before.requests, before.ledger))
+    assert settled.live.tolist() == [True] and settled.start.tolist() == settled.num_new.tolist() == [0]
+    assert settled.num_visible.tolist() == settled.finish_reason.tolist() == [0]
+
+
+@pytest.mark.parametrize(("abort", "reason"), [(False, "ERROR"), (True, "ABORT")])
+def test_a_chunk_can_end_a_request(abort, reason):
+    """Where its logits are not finite, or an abort was asked for."""
+    run = Run(depth=0, page_size=4, max_prefill_tokens=8)
+    run.submit(1, 20, 9)
+    run.launch(run.plan(), [[] if abort else NOT_FINITE])
+    if abort:
+        run.abort(1)
+    _, settled = run.settle()
+    assert settled.finish_reason.tolist() == [FinishReason[reason]] and settled.num_visible.tolist() == [0]
+    assert not run.state.requests.serial.any() and run.state.ledger.num_free == 400
+
+
+def test_a_tail_commits_its_token_and_a_prompt_none():
+    """One MIXED launch: row 2 in the middle of its prompt, row 1 with its pending token; then the end of the prompt, and a tail that stops."""
+    run = Run(depth=0, max_running=2, page_size=4, max_prefill_tokens=8, mixed=True)
+    run.submit(1, 6, stops=(E,))
+    run.step([[B0]])
+    run.submit(2, 12)
+    for runs, reasons in (([[], [2]], ["NONE", "NONE"]), ([[3], [E]], ["NONE", "STOP"])):
+        run.launch(run.plan(), runs)
+        before = run.state
+        launched, result = before.launched[0], run.results[0]
+        assert launched.forward_mode is ForwardMode.MIXED and launched.rows.tolist() == [2, 1]
+        requests, ledger, settled = settle(before.requests, before.ledger, launched, result)
+        assert (ledger.kv_committed_len - before.ledger.kv_committed_len).tolist() == [0, 1, 0]
+        assert (requests.output_len - before.requests.output_len).tolist() == [0, 1, len(runs[0])]
+        assert settled.num_new.tolist() == settled.num_visible.tolist() == [len(runs[0]), 1]
+        assert settled.finish_reason.tolist() == [FinishReason[reason] for reason in reasons]
+        run.settle()
+    assert run.state.requests.serial.tolist() == [0, 0, 2] and run.lens(2) == (12, 12, 13)
 
 
 @pytest.mark.parametrize(
@@ -171,7 +216,7 @@ def test_a_dead_row_changes_nothing():
     assert after.output_len.tolist() == [0, 0, 4] and ledger_after.kv_committed_len.tolist() == [0, 0, 14]
 
 
-@pytest.mark.parametrize("mode", [ForwardMode.EXTEND, ForwardMode.DECODE])
+@pytest.mark.parametrize("mode", [ForwardMode.EXTEND, ForwardMode.DECODE, ForwardMode.MIXED])
 def test_the_result_of_a_former_owner_is_skipped(mode):
     run = Run(depth=1, max_running=1)
     run.submit(1, 20, max_new_tokens=1)
@@ -181,7 +226,8 @@ def test_the_result_of_a_former_owner_is_skipped(mode):
     run.settle()  # request 1 ends; its row goes to request 2
     run.step([[B0]])
     assert run.state.requests.serial.tolist() == [0, 2] and run.state.requests.epoch.tolist() == [0, 1]
-    stale = Launched(forward_iter=old.forward_iter, rows=old.rows, epochs=old.epochs, forward_mode=mode)
+    commits = np.array([mode is not ForwardMode.EXTEND])  # of the MIXED batch it was a tail
+    stale = dataclasses.replace(old, commits=commits, forward_mode=mode)
     requests, ledger, settled = settle(run.state.requests, run.state.ledger, stale, make_result([[E] * 4]))
     chex.assert_trees_all_equal((requests, ledger), (run.state.requests, run.state.ledger))
     assert not settled.live.any() and not settled.finish_reason.any() and not settled.num_new.any()
@@ -189,8 +235,10 @@ def test_the_result_of_a_former_owner_is_skipped(mode):
 
 def test_padding_changes_nothing():
     run = two_rows()
+    zeros, ones = np.zeros(3, np.int32), np.ones(3, bool)
     launched = Launched(
-        forward_iter=np.int32(9), rows=np.zeros(3, np.int32), epochs=np.zeros(3, np.int32), forward_mode=ForwardMode.DECODE
+        forward_iter=np.int32(9), rows=zeros, epochs=zeros, emits=ones, commits=ones, end_lens=zeros,
+        forward_mode=ForwardMode.DECODE,
     )  # fmt: skip
     result = make_result([[E] * 4] * 3)
     result = freeze(dataclasses.replace(result, status=np.full(3, RowStatus.NOT_FINITE, np.int32)))

@@ -9,7 +9,7 @@ import pytest
 from oracles import ceil_to, freeze
 
 from jspec.state import init_ledger
-from jspec.state.dense import add_at, namespace, replace, round_up, set_at
+from jspec.state.dense import add_at, count_at, namespace, replace, round_up, set_at
 
 
 @pytest.mark.parametrize("update", [set_at, add_at])
@@ -30,6 +30,30 @@ def test_numpy_is_jax(update, index, values):
     assert isinstance(host, np.ndarray) and isinstance(device, jax.Array)
     assert host.dtype == device.dtype == np.int32 and host.tolist() == device.tolist()
     assert array.tolist() == [10, 20, 30, 40] and not np.shares_memory(host, array)
+
+
+@pytest.mark.parametrize(
+    ("index", "where"),
+    [
+        (np.array([2, 1]), np.array([True, True])),
+        (np.array([2, 1, 2, 2]), np.array([True, False, True, True])),  # equal indices add up
+        (np.array([[3, 1], [3, 0]]), np.array([[True, False], [True, False]])),
+        (np.zeros(0, np.int32), np.zeros(0, bool)),
+        (np.array([1, 3]), np.array([False, False])),
+        (np.array([3, 3]), np.True_),  # one flag for all
+    ],
+)
+@pytest.mark.parametrize("delta", [1, -2])
+def test_counting(index, where, delta):
+    """What does not count is pointed at the sink, which stays as it is."""
+    array = freeze(np.array([0, 20, 30, 40], np.int32))
+    expected = array.tolist()
+    for entry, counts in zip(index.reshape(-1), np.broadcast_to(where, index.shape).reshape(-1), strict=True):
+        expected[entry] += delta if counts else 0
+    host, device = count_at(array, index, delta, where), count_at(jnp.asarray(array), index, delta, where)
+    assert isinstance(host, np.ndarray) and isinstance(device, jax.Array) and not np.shares_memory(host, array)
+    assert host.dtype == device.dtype == np.int32 and host.tolist() == device.tolist() == expected
+    assert array.tolist() == [0, 20, 30, 40]
 
 
 def test_a_pair_of_indices():

@@ -15,22 +15,28 @@ from jspec.state.invariants import InvariantError, check, unsettled_launches
 
 
 def sound():
-    """Row 1 of four decodes, row 2 has its prefill under way, row 3 is free, one request waits; two launches are unsettled."""
-    run = Run(max_running=3, page_size=4, num_pages=30, context_len=64, max_prefill_rows=1)
-    run.submit(1, 6, 9)
+    """Row 1 of four decodes, behind a page that is cached; row 2 has its prefill under way, row 3 a part of it; row 4 is free, one request waits; two
+    launches are unsettled. Cached beside: two pages that a request left behind."""
+    run = Run(max_running=4, page_size=4, num_pages=30, context_len=64, max_prefill_tokens=13, max_prefill_rows=2)
+    run.submit(7, range(50, 57), 3)
+    run.step([[58]])
+    run.step([[59, 60]])
+    run.settle()
+    run.submit(1, range(6), 9)
     run.step([[0]])
     run.step([[0] * 3])
     run.settle()
     run.launch(run.plan(), [[0]])
     run.submit(2, 5, 9)
-    run.launch(run.plan(), [[0]])
-    run.submit(3, 40, 20)
-    assert len(run.state.launched) == 2 and run.state.forward_iter == 4
+    run.submit(3, 20, 2)
+    run.launch(run.plan(), [[0], []])
+    run.submit(4, 40, 20)
+    assert len(run.state.launched) == 2 and run.state.forward_iter == 6
     return run
 
 
 def edit(state, part, **changes):
-    """Writes `changes[field] = {index: value}` into a copy of `state.requests` or `state.ledger`."""
+    """Writes `changes[field] = {index: value}` into a copy of `state.requests`, `state.ledger` or `state.prefix_cache`."""
     table = getattr(state, part)
     arrays = {}
     for name, entries in changes.items():
@@ -53,22 +59,52 @@ def launched(change):
     return lambda state: dataclasses.replace(state, launched=change(state.launched))
 
 
+def cache(**changes):
+    """Each `changes[field]`: its value, to the new one."""
+
+    def broken(state):
+        new = {name: change(getattr(state.prefix_cache, name)) for name, change in changes.items()}
+        return dataclasses.replace(state, prefix_cache=dataclasses.replace(state.prefix_cache, **new))
+
+    return broken
+
+
 def lose_a_page(state):
     return dataclasses.replace(state, ledger=dataclasses.replace(state.ledger, num_free=state.ledger.num_free - 1))
 
 
+def forget_a_cached_page(state):
+    """It is nobody's, and not free."""
+    return edit(state, "prefix_cache", depth={LEFT[1]: 0})
+
+
 def give_a_page_twice(state):
+    return edit(state, "ledger", page_table={(2, 0): state.ledger.page_table[1, 1]})
+
+
+def give_a_cached_page(state):
     return edit(state, "ledger", page_table={(2, 0): state.ledger.page_table[1, 0]})
 
 
 def a_row_twice_in_a_launch(launches):
     """Of four results for row 1, three are one too many at depth 1."""
     first, last = launches
-    twice = dataclasses.replace(last, rows=np.array([1, 1, 1], np.int32), epochs=np.zeros(3, np.int32))
-    return (first, twice)
+    rows, epochs, emits = np.array([1, 1, 1], np.int32), np.ones(3, np.int32), np.ones(3, bool)
+    return (first, dataclasses.replace(last, rows=rows, epochs=epochs, emits=emits))
 
 
-# Row 1: prompt 6, C = 9, N = 10, A = 20, 5 pages. Row 2: prompt 5, C = A = 5, its prefill under way. Row 3 is free.
+def admitted(change):
+    return lambda state: dataclasses.replace(state, admitted=change(state.admitted))
+
+
+def waiting(request):
+    return lambda state: dataclasses.replace(state, waiting=state.waiting.append(request))
+
+
+SHARED, LEFT = 4, (1, 2)
+"""The cached page that row 1 begins with; those that a request left, at depths 1 and 2."""
+
+# Row 1: prompt 6, protected 4, C = 9, N = 10, A = 20, 5 pages. Row 2: prompt 5, C = A = 5, its prefill under way. Row 3: prompt 20, C = A = 8. Row 4 is free.
 BROKEN = {
     "protected <= committed <= allocated": [
         ledger(kv_committed_len={1: 21}),
@@ -78,13 +114,25 @@ BROKEN = {
     "cache_protected_len is page aligned": [ledger(cache_protected_len={1: 3})],
     "allocation fits the row's page table": [ledger(kv_allocated_len={1: 19 * 4})],
     "a running request has KV": [ledger(kv_committed_len={2: 0})],
-    "a free row holds no KV": [ledger(kv_allocated_len={3: 4})],
+    "a free row holds no KV": [ledger(kv_allocated_len={4: 4})],
     "seqlen == kv_committed_len + 1 (the pending bonus token)": [
         ledger(kv_committed_len={1: 8}),
         ledger(kv_committed_len={1: 10}),
+        ledger(kv_committed_len={1: 5}),  # less than its prompt
         requests(output_len={1: 3}),
+        requests(output_len={3: 1}),  # a token in the middle of the prompt
     ],
-    "before its first token a request has its prompt committed": [ledger(kv_committed_len={2: 4})],
+    "a request without a new token has what its prefill covers": [
+        requests(fill_len={2: 6}),
+        requests(fill_len={3: 21}),
+        requests(prompt_len={2: 4}),
+    ],
+    "one prompt at most goes in chunks": [ledger(kv_committed_len={2: 4})],
+    "a chunk ends at a page's end": [
+        ledger(kv_allocated_len={3: 12}),
+        ledger(kv_committed_len={3: 4}),
+        ledger(kv_committed_len={3: 7}, kv_allocated_len={3: 7}),
+    ],
     "a reserved length is page aligned": [ledger(kv_allocated_len={1: 15})],
     "a running request has tokens to go": [requests(max_new_tokens={1: 4})],
     "a request fits the context": [requests(max_new_tokens={1: 59})],
@@ -93,31 +141,63 @@ BROKEN = {
         ledger(page_table={(1, 5): 9}),
         ledger(kv_allocated_len={1: 24}),
     ],
-    "free + held == total": [lose_a_page],
+    "free + cached + held == total": [lose_a_page, forget_a_cached_page, ledger(cache_protected_len={1: 8})],
     "every page is in one place": [
         give_a_page_twice,
+        give_a_cached_page,
         ledger(free_pages={0: 0}),
         ledger(free_pages={0: 29}),
-        ledger(page_table={(1, 0): 31}),
+        ledger(free_pages={0: LEFT[1]}),
+        ledger(page_table={(1, 1): 31}),
+    ],
+    "the protected part of a row is a cached prefix": [
+        lambda state: edit(state, "prefix_cache", depth={SHARED: 2}),
+        ledger(page_table={(1, 0): LEFT[1]}),
+    ],
+    "a page is locked once a row that reads it": [
+        ledger(page_locks={SHARED: 0}),
+        ledger(page_locks={SHARED: 2}),
+        ledger(page_locks={LEFT[1]: 1}),
+        ledger(page_locks={0: 1}),
+        ledger(page_table={(1, 0): LEFT[0]}),
+    ],
+    "the cache's two indexes agree": [
+        cache(pages=lambda pages: pages.remove(next(iter(pages)))),
+        cache(keys=lambda keys: keys.remove(SHARED)),
+        cache(keys=lambda keys: keys.set(9, b"free")),
+    ],
+    "a key names its page": [
+        cache(pages=lambda pages: pages.update({key: SHARED for key in pages})),
+        cache(keys=lambda keys: keys.set(SHARED, b"other")),
+        cache(keys=lambda keys: keys.remove(SHARED).set(9, keys[SHARED])),
     ],
     "row 0 is nobody's": [requests(epoch={0: 1}), requests(serial={0: -1})],
     "a request holds one row": [requests(serial={2: 1})],
-    "a request waits or runs, not both": [
-        lambda state: dataclasses.replace(state, waiting=state.waiting.append(Waiting(1, 6, 9, ())))
+    "who holds a row is on record": [
+        admitted(lambda admitted: admitted.remove(2)),
+        admitted(lambda admitted: admitted.set(9, Waiting(9, 5, 9, ()))),
     ],
+    "the queue goes by priority": [waiting(Waiting(9, 5, 9, (), priority=1))],
+    "a request waits or runs, not both": [waiting(Waiting(1, 6, 9, ()))],
     "at most depth + 1 launches are unsettled": [launched(lambda items: (*items, items[-1], items[-1]))],
-    "no launch of the future": [requests(last_launch={1: 5})],
+    "no launch of the future": [requests(last_launch={1: 7})],
     "at most depth + 1 launches of a row are unsettled": [launched(a_row_twice_in_a_launch)],
-    "a request without output has its prefill under way": [launched(lambda items: items[:1])],
+    "a request without output has its prefill under way": [
+        launched(lambda items: items[:1]),
+        launched(lambda items: (items[0], dataclasses.replace(items[1], emits=np.zeros(2, bool)))),
+    ],
 }
 """By the name of an invariant: edits that break it."""
 
 CASES = [(name, i) for name, edits in BROKEN.items() for i in range(len(edits))]
 FRONTIER = {
-    "the frontier leads by what is unsettled": [{1: 8}, {1: 14}, {2: 4}],
+    "the frontier leads by what is unsettled": [{1: 8}, {1: 14}, {2: 4}, {3: 7}, {3: 12}],
     "the frontier stays in the allocation": [{2: 6}],
 }
 """By the name of an invariant: frontiers that break it."""
+
+IMPLIED = {"no token before the whole prompt is in place"}
+"""What breaks it breaks one that is checked before: of a row with a new token, `kv_committed_len + 1 == seqlen > fill_len`."""
 
 
 @pytest.mark.parametrize(("name", "index"), CASES)
@@ -147,15 +227,19 @@ def test_every_invariant_has_a_case():
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "_require"
     ]
     names = [call.args[1].value for call in calls]
-    assert len(names) == len(set(names)) == 22
-    assert set(names) == {*BROKEN, *FRONTIER}
+    assert len(names) == len(set(names)) == 31
+    assert set(names) == {*BROKEN, *FRONTIER, *IMPLIED}
 
 
 def test_a_sound_state_passes():
     run = sound()
     check(run.state, limits=run.limits, frontier=run.device.frontier, max_accept=4)
     check(run.state, limits=run.limits)
-    assert run.lens(1) == (9, 20, 10) and run.lens(2) == (5, 5, 5)
+    assert run.lens(1) == (9, 20, 10) and run.lens(2) == (5, 5, 5) and run.lens(3) == (8, 8, 20)
+    assert run.state.ledger.cache_protected_len.tolist() == [0, 4, 0, 0, 0] and not run.lens(4)[1]
+    depths = {page: int(depth) for page, depth in enumerate(run.state.prefix_cache.depth) if depth}
+    assert depths == {LEFT[0]: 1, LEFT[1]: 2, SHARED: 1} and run.state.ledger.page_table[1, 0] == SHARED
+    assert [request.serial for request in run.state.waiting] == [4]
 
 
 def test_the_message_names_rows_and_values():
@@ -184,6 +268,13 @@ def test_unsettled_launches_of_former_owners_do_not_count():
     assert len(run.state.launched) == 1 and unsettled_launches(run.state).tolist() == [0, 0]
     run.launch(run.plan(), [[0]])
     assert len(run.state.launched) == 2 and unsettled_launches(run.state).tolist() == [0, 1]
+
+
+def test_unsettled_launches_in_the_middle_of_a_prompt_do_not_count():
+    """They bring no token."""
+    run = sound()
+    assert [item.rows.tolist() for item in run.state.launched] == [[1], [2, 3]]
+    assert unsettled_launches(run.state).tolist() == [0, 1, 1, 0, 0]
 
 
 def test_check_changes_nothing():

@@ -15,6 +15,7 @@ def test_an_empty_ledger():
     assert ledger.free_pages.tolist() == [5, 4, 3, 2, 1, 0] and ledger.num_free == total_pages(ledger) == 5
     for lens in (ledger.kv_committed_len, ledger.kv_allocated_len, ledger.cache_protected_len):
         assert lens.tolist() == [0] * 4
+    assert ledger.page_locks.tolist() == [0] * 6
     assert all(leaf.dtype == np.int32 for leaf in jax.tree.leaves(ledger))
 
 
@@ -37,5 +38,9 @@ def test_a_row_of_the_table_holds_the_context_and_the_reserve(page_size):
     state = init_state(limits=limits, max_running=2, num_pages=7, page_size=page_size)
     width = state.ledger.page_table.shape[1]
     assert (width - 1) * page_size < 60 <= width * page_size
-    assert state.launched == () and state.forward_iter == 0 and not state.waiting
+    assert state.launched == () and state.forward_iter == 0 and not state.waiting and not state.admitted
+    cache = state.prefix_cache
+    assert cache.depth.tolist() == cache.last_used.tolist() == [0] * 8 and cache.clock == 0
+    assert not cache.pages and not cache.keys and not np.shares_memory(cache.depth, cache.last_used)
+    assert state.new_token_ratio.dtype == np.float32 and state.new_token_ratio == np.float32(limits.new_token_ratio)
     check(state, limits=limits, frontier=np.zeros(3, np.int32))

@@ -3,10 +3,14 @@
 import dataclasses
 import json
 
+import jax
+import numpy as np
 import pytest
+from jax.sharding import Mesh
 from typer.testing import CliRunner
 
 from jspec.cli import app
+from jspec.spec_workers.upload import DECODE_COLUMNS, EXTEND_COLUMNS
 from jspec.tpu_report.chips import CHIPS, chips_named
 from jspec.tpu_report.jobs import (
     MOVE,
@@ -34,7 +38,7 @@ from jspec.tpu_report.report import (
 from jspec.tpu_report.run import KernelResult, StepResult
 from jspec.tpu_report.schedule import Loop, block_loop, estimated_cycles, read_loops, row_bundles, run_loop
 from jspec.tpu_report.step_time import StepTime, attention_cycles, ratio
-from jspec.tpu_report.steps import MODELS, WORKERS, mesh_size
+from jspec.tpu_report.steps import MODELS, WORKERS, build, mesh_size, programs
 
 # A kernel as libtpu prints it: an outer loop with a loop over blocks (copies, a delay slot, a spill) and one that only computes.
 BUNDLES = """\
@@ -157,6 +161,25 @@ def test_every_kernel_is_compiled():
     ]
     with pytest.raises(ValueError, match="workers='medusa' is unknown: choose from plain"):
         step_jobs(workers="medusa")
+
+
+def test_programs_of_a_step():
+    """A verify, a prefill, and a prefill with every row of the batch as a tail; of workers that differ in the verify alone only that."""
+    mesh = Mesh(np.array(jax.devices()[:1]), ("model",))
+
+    def uploads(worker):
+        job = StepJob("SmolLM2-135M", worker)
+        return {name: arguments[2].shape for name, _, arguments in programs(job, build(job, mesh), mesh)}
+
+    # 16 rows of 4096 positions in pages of 128; a reserve adds one page at most
+    prompts = 1024 + 8 * (EXTEND_COLUMNS + 1 + 32)
+    assert uploads("plain") == {
+        "verify_phase": (16, DECODE_COLUMNS + 1),
+        "prefill_phase": (prompts,),
+        "mixed_phase": (prompts + 16 * (DECODE_COLUMNS + 1),),
+    }
+    assert list(uploads("ngram")) == ["verify_phase", "prefill_phase", "mixed_phase"]
+    assert list(uploads("verify of 8")) == ["verify_phase"]
 
 
 def test_pages(tmp_path):
