@@ -21,8 +21,8 @@ def attend(
     options: dict[str, Any] = {"layer": layer, "scale": scale, "backend": backend}
     if batch.query_len is not None:
         q = q.reshape(-1, batch.query_len, *q.shape[1:])
-        nodes = {"ancestors": batch.ancestors, "query_start": batch.query_start}
-        return verify_attention(q, kv_pages, *rows, **nodes, **options)
+        options |= {"ancestors": batch.ancestors, "query_start": batch.query_start}
+        return verify_attention(q, kv_pages, *rows, **options)
     if not batch.num_tails:
         return prefill_attention(q, kv_pages, *rows, **options)
     # A tail's one query in a block made for prompts would cost as much as a block full of them.
