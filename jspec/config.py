@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import numbers
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,15 @@ POLICIES = ("fcfs", "longest-prefix")
 KERNEL_BACKENDS = ("xla", "pallas", "pallas_interpret")
 MAX_STOP_TOKEN_IDS = 8
 """Stop ids a request may carry, end-of-sequence ids of the model included: the width of the request table's stop column."""
+
+MAX_LOGIT_BIAS = 64
+"""Tokens that a request may bias."""
+
+MAX_BAD_WORDS, MAX_BAD_WORD_LEN = 16, 6
+"""Token sequences that a request may forbid, and tokens of each."""
+
+MAX_LOGPROBS = 20
+"""Likeliest tokens that a request may be told of, beside each of its own."""
 
 MAX_PAGE_SIZE = 256
 
@@ -50,6 +59,17 @@ def _as_strings(field: str, values) -> tuple[str, ...]:
     if "" in strings:
         raise ValueError(f"{field}={strings!r} holds an empty string, which every text holds: leave it out")
     return strings
+
+
+def _as_bias(bias) -> Mapping[int, float]:
+    if not isinstance(bias, Mapping):
+        raise TypeError(f"logit_bias={bias!r} must map token ids to numbers, got {type(bias).__name__}")
+    for token, value in bias.items():
+        _check_int("logit_bias's token id", token, 0, 2**31 - 1)
+        _check_real(f"logit_bias[{token}]", value)
+    if len(bias) > MAX_LOGIT_BIAS:
+        raise ValueError(f"logit_bias has {len(bias)} entries, at most {MAX_LOGIT_BIAS} are kept: drop some")
+    return dict(bias)
 
 
 def _as_adaptive_steps(slots) -> tuple[tuple[int, tuple[int, ...]], ...]:
@@ -97,6 +117,23 @@ class SamplingParams:
     """Keep the most likely tokens until their probability reaches top_p; 1 keeps all."""
     min_p: float = 0.0
     """Keep tokens at least min_p times as likely as the most likely one; 0 keeps all."""
+    repetition_penalty: float = 1.0
+    """Divides the positive logits of every token that the prompt or the output holds, and multiplies the negative ones; 1 changes nothing."""
+    presence_penalty: float = 0.0
+    """Taken off the logit of every token that the output holds."""
+    frequency_penalty: float = 0.0
+    """Taken off the logit of a token as often as the output holds it."""
+    logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict, hash=False)
+    """Added to the logits of tokens, after the penalties: token id -> bias."""
+    bad_words: tuple[str, ...] = ()
+    """Strings whose tokens the output may not hold: their last token is not chosen after the others. One string may be given as it is. Needs a tokenizer."""
+    logprobs: int | None = None
+    """Tell the log-probability of each emitted token, and of so many of the likeliest there. They are the model's own: before temperature, penalties and
+    filters. None: none."""
+    prompt_logprobs: int | None = None
+    """The same for the tokens of the prompt, which is then computed whole, without the prefix cache."""
+    n: int = 1
+    """Answers to the prompt, each a request of its own that shares the prompt's KV. Answer i takes `seed + i`."""
     seed: int | None = None
     """Fixes the request's tokens whatever its neighbours, batch place, algorithm or overlap. None: the engine's seed and the request's number."""
     stop_token_ids: tuple[int, ...] = ()
@@ -129,6 +166,16 @@ class SamplingParams:
             _check_real("timeout_s", self.timeout_s)
             if not self.timeout_s > 0:
                 raise ValueError(f"timeout_s={self.timeout_s} must be positive; None never ends a request")
+        for field in ("repetition_penalty", "presence_penalty", "frequency_penalty"):
+            _check_real(field, getattr(self, field))
+        if not self.repetition_penalty > 0:
+            raise ValueError(f"repetition_penalty={self.repetition_penalty} must be positive; 1 changes nothing")
+        object.__setattr__(self, "logit_bias", _as_bias(self.logit_bias))
+        object.__setattr__(self, "bad_words", _as_strings("bad_words", self.bad_words))
+        for field in ("logprobs", "prompt_logprobs"):
+            if getattr(self, field) is not None:
+                _check_int(field, getattr(self, field), 0, MAX_LOGPROBS, why="0 tells of the chosen token alone")
+        _check_int("n", self.n, 1, 128)
         _check_int("priority", self.priority, -(2**31), 2**31 - 1)
         object.__setattr__(self, "stop_token_ids", _as_ints("stop_token_ids", self.stop_token_ids, 0))
         object.__setattr__(self, "stop", _as_strings("stop", self.stop))

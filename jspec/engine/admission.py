@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jspec.config import MAX_STOP_TOKEN_IDS, SamplingParams
+from jspec.config import MAX_BAD_WORD_LEN, MAX_BAD_WORDS, MAX_STOP_TOKEN_IDS, SamplingParams
 from jspec.models.target import TargetFacts
 from jspec.models.tokenizer import Tokenizer
 from jspec.scheduler import pages_to_finish
@@ -55,6 +55,8 @@ def check_request(
         raise ValueError(
             f"stop_token_ids and the model's end-of-sequence ids are {len(stops)} ids, at most {MAX_STOP_TOKEN_IDS} are kept: drop some"
         )
+    if bad_bias := [token for token in params.logit_bias if token >= vocab]:
+        raise ValueError(f"logit_bias names token id {bad_bias[0]}, outside the model's vocabulary [0, {vocab})")
     max_new_tokens = min(params.max_new_tokens, context - len(tokens))
     need = int(pages_to_finish(np.int32(len(tokens)), np.int32(max_new_tokens), limits=limits, page_size=page_size))
     if need > num_pages:
@@ -63,6 +65,33 @@ def check_request(
             f"pool has {num_pages * page_size}: lower max_new_tokens, or raise kv_tokens or kv_memory_bytes"
         )
     return max_new_tokens
+
+
+def bad_word_tokens(words: Sequence[str], tokenizer: Tokenizer | None) -> tuple[tuple[int, ...], ...]:
+    """Token sequences that spell the words, at the beginning of a text and after a space, each from its last token to its first.
+
+    Raises:
+        ValueError: no tokenizer, or more or longer sequences than are kept.
+    """
+    if not words:
+        return ()
+    if tokenizer is None:
+        raise ValueError(f"bad_words={tuple(words)} needs a tokenizer: give the engine one, or use logit_bias")
+    found: dict[tuple[int, ...], str] = {}
+    for word in words:
+        bare = word.lstrip(" ")
+        for spelling in (bare, " " + bare) if bare else (word,):
+            ids = tuple(tokenizer.encode(spelling, add_special_tokens=False))
+            if len(ids) > MAX_BAD_WORD_LEN:
+                raise ValueError(
+                    f"bad_words holds {word!r}, which is {len(ids)} tokens; at most {MAX_BAD_WORD_LEN} are kept: choose a shorter part of it"
+                )
+            found[ids[::-1]] = word
+    if len(found) > MAX_BAD_WORDS:
+        raise ValueError(
+            f"bad_words are {len(found)} token sequences (each word with and without a space before it), at most {MAX_BAD_WORDS} are kept: drop some"
+        )
+    return tuple(found)
 
 
 def check_chunks(limits: Limits, *, page_size: int) -> None:

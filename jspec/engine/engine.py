@@ -10,19 +10,20 @@ import numpy as np
 
 from jspec.config import EngineConfig, SamplingParams
 from jspec.engine.adaptive import after_settle, depth_of
-from jspec.engine.admission import Prompt, check_chunks, check_request, new_token_ratios, tokenize
+from jspec.engine.admission import Prompt, bad_word_tokens, check_chunks, check_request, new_token_ratios, tokenize
 from jspec.engine.buckets import fit, make_buckets
 from jspec.engine.extend_upload import extend_upload
+from jspec.engine.logprobs import read_logprobs
 from jspec.engine.logs import Request, TokenLogs
 from jspec.engine.meters import Meters
 from jspec.engine.outputs import ERRORS, FINISH_NAMES, Emission, Emissions, RequestOutput, Summary
 from jspec.engine.pool import num_kv_pages
 from jspec.engine.programs import DecodeKey, Programs, use_compilation_cache
-from jspec.engine.text_stops import TextStops
+from jspec.engine.text import RequestText, TextStops
 from jspec.models.loading import load_model
 from jspec.models.parallel import num_devices, replicate
 from jspec.models.target import TargetModel
-from jspec.models.tokenizer import Tokenizer, TokenStream
+from jspec.models.tokenizer import Tokenizer
 from jspec.scheduler import (
     Aborted,
     Depth,
@@ -56,6 +57,7 @@ class Loop:
     state: SchedulerState
     device: DeviceState
     outcomes: tuple[Any, ...]  # of state.launched, oldest first; still being computed
+    logprobs: tuple[Any, ...]  # of state.launched: the batch and its tables; None where nobody asked
     ran_at: tuple[int, ...]  # draft depths of state.launched
     depths: tuple[Depth, ...]  # to draft at next, by batch size; () where the worker has one depth
 
@@ -142,7 +144,7 @@ class Engine:
         )
         self._rules = DepthRules(slots=config.adaptive_steps)
         depths = initial_depths(self._rules, worker.depths[-1])
-        self._loop = Loop(state, replicate(worker.init(sizes), target.mesh), (), (), depths)
+        self._loop = Loop(state, replicate(worker.init(sizes), target.mesh), (), (), (), depths)
         self._buckets = make_buckets(config, self.limits, pages_per_row=pages_per_row)
         pages = max_new_pages(alloc_len=worker.alloc_len, depth=self.limits.depth, page_size=config.page_size)
         self._programs = Programs(
@@ -155,10 +157,11 @@ class Engine:
         )
         self._logs = TokenLogs(sizes.num_rows, self.limits, worker.output_stride)
         self._requests: dict[int, Request] = {}
-        self._serial_by_rid: dict[str, int] = {}
+        self._serials_by_rid: dict[str, list[int]] = {}
         self._text_stops = TextStops()
         self._deadlines: list[tuple[float, int]] = []  # heap of (time, serial)
-        self._rid_by_row = np.full(sizes.num_rows, None, object)
+        self._request_by_row = np.full(sizes.num_rows, None, object)
+        self._num_asking = 0  # requests that want log-probabilities
         self._num_submitted = 0
         self._meters = Meters()
         self._undelivered: list[Emission] = []
@@ -215,25 +218,41 @@ class Engine:
             page_size=self.config.page_size,
             num_pages=pages,
         )
-        serial = self._num_submitted + 1
-        rid = rid if rid is not None else f"r{serial}"
-        if rid in self._serial_by_rid:
+        bad_words = bad_word_tokens(params.bad_words, self.tokenizer)
+        first = self._num_submitted + 1
+        rid = rid if rid is not None else f"r{first}"
+        if rid in self._serials_by_rid:
             raise ValueError(
                 f"rid={rid!r} already names a request that waits or runs: choose another, or let the engine choose"
             )
-        stops, keys = self._stop_ids(params), self._page_keys(tokens) if self.config.prefix_cache else ()
-        waiting = Waiting(serial, len(tokens), max_new_tokens, stops, priority=params.priority, page_keys=keys)
-        self._loop = dataclasses.replace(self._loop, state=submit(self._loop.state, waiting))
-        self._num_submitted = serial
-        self._requests[serial] = Request(
-            rid=rid, serial=serial, prompt=tokens, params=params, stop_ids=stops, page_keys=keys
-        )
-        if params.stop and (stream := self._stream_of(params)):
-            self._text_stops.watch(serial, stream)
-        self._serial_by_rid[rid] = serial
-        if params.timeout_s is not None:
-            heapq.heappush(self._deadlines, (time.monotonic() + params.timeout_s, serial))
-        self._meters.requests += 1
+        # A prompt whose log-probabilities are wanted is computed whole.
+        shares = self.config.prefix_cache and params.prompt_logprobs is None
+        stops, keys = self._stop_ids(params), self._page_keys(tokens) if shares else ()
+        for index in range(params.n):
+            serial = first + index
+            waiting = Waiting(serial, len(tokens), max_new_tokens, stops, priority=params.priority, page_keys=keys)
+            self._loop = dataclasses.replace(self._loop, state=submit(self._loop.state, waiting))
+            self._requests[serial] = request = Request(
+                rid=rid,
+                serial=serial,
+                prompt=tokens,
+                params=params,
+                stop_ids=stops,
+                page_keys=keys,
+                index=index,
+                bad_words=bad_words,
+                text=self._text_of(params),
+                logprobs=None if params.logprobs is None else [],
+                prompt_logprobs=None if params.prompt_logprobs is None else [None],
+            )
+            self._num_asking += _asks(params)
+            if params.stop:
+                self._text_stops.watch(request)
+            if params.timeout_s is not None:
+                heapq.heappush(self._deadlines, (time.monotonic() + params.timeout_s, serial))
+            self._meters.requests += 1
+        self._num_submitted += params.n
+        self._serials_by_rid[rid] = [*range(first, first + params.n)]
         self._check_state()
         return rid
 
@@ -243,15 +262,17 @@ class Engine:
         Returns:
             False if no request of that name waits or runs; asking twice is harmless.
         """
-        serial = self._serial_by_rid.get(rid)
-        if serial is None:
-            return False
+        serials = [*self._serials_by_rid.get(rid, ())]
+        for serial in serials:
+            self._abort(serial)
+        return bool(serials)
+
+    def _abort(self, serial: int) -> None:
         state, found = abort(self._loop.state, serial)
         self._loop = dataclasses.replace(self._loop, state=state)
         if found is Aborted.WAITING:
             self._end_off_row(serial, FinishReason.ABORT)
         self._check_state()
-        return True
 
     def step(self) -> Iterable[Emission]:
         """One iteration: plan and launch the next step, then settle the launch before it (the same one, without overlap).
@@ -288,8 +309,8 @@ class Engine:
             stream: yield tokens as they come instead of returning at the end.
 
         Returns:
-            Results in the order of the prompts, or an iterator of `Emission`s whose last one of a request carries its result. A prompt that cannot run
-            has finish reason "refused" and an `error`; the others run.
+            Results in the order of the prompts, those of one prompt (`SamplingParams.n`) together, or an iterator of `Emission`s whose last one of a request
+            carries its result. A prompt that cannot run has finish reason "refused" and an `error`; the others run.
         """
         single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], (int, np.integer)))
         several: list[Any] = [prompts] if single else list(prompts)
@@ -303,8 +324,8 @@ class Engine:
         if stream:
             return self._stream(several, each)
         rids, refused = self._submit_all(several, each)
-        outputs = {e.rid: e.output for e in self._drain(rids, refused) if e.output is not None}
-        return [outputs[rid] for rid in rids]
+        outputs = {(e.rid, e.index): e.output for e in self._drain(rids, refused) if e.output is not None}
+        return [outputs[name] for name in rids]
 
     def _end_late_requests(self) -> None:
         """Time is the shell's: to the scheduler a request that ran out of it is one that was aborted."""
@@ -314,7 +335,7 @@ class Engine:
             if request is None or self._loop.state.requests.to_finish[request.row]:
                 continue  # ended, or ending
             request.is_late = True
-            self.abort(request.rid)
+            self._abort(serial)
 
     # --- the fold ----------------------------------------------------------------------------------------------------
 
@@ -327,14 +348,22 @@ class Engine:
             return dataclasses.replace(loop, state=state), None
         depth = depth_of(loop.depths, self._rules, batch, full=self.worker.depths[-1])
         program, upload = self._extend(batch) if batch.forward_mode.is_prefill else self._decode(batch, depth)
-        device, outcome = program(self.worker.params, loop.device, upload)
+        asked = self._num_asking > 0 and self._anybody_asks(state.launched[-1])
+        device, outcome, logprobs = program(self.worker.params, loop.device, upload, logprobs=asked)
         previous = loop.outcomes[-1] if loop.outcomes else None
         self._meters.launched(
             decode=batch.forward_mode is ForwardMode.DECODE,
             previous_running=previous is not None and not previous.is_ready(),
             chained=batch.expected_iter.max() == batch.forward_iter - 1,
         )
-        loop = Loop(state, device, (*loop.outcomes, outcome), (*loop.ran_at, depth), loop.depths)
+        loop = Loop(
+            state,
+            device,
+            (*loop.outcomes, outcome),
+            (*loop.logprobs, (batch, logprobs) if asked else None),
+            (*loop.ran_at, depth),
+            loop.depths,
+        )
         self._check_state(loop)
         return loop, batch
 
@@ -354,11 +383,14 @@ class Engine:
         result = self._text_stops.find(loop.state, result)
         state, launched, settled = settle_oldest(loop.state, result)
         self._logs.append(launched, settled, result)
+        if loop.logprobs[0] is not None:
+            batch, tables = loop.logprobs[0]
+            self._take_logprobs(batch, tables, launched, settled, result)
         if (settled.finish_reason != FinishReason.NONE).any():
             state = retire(state, self._keys_of_finished(state, launched, settled))
         correct = result.accept_lens - self.worker.num_non_draft_tokens
         depths = after_settle(loop.depths, self._rules, launched, correct[settled.live], depth=loop.ran_at[0])
-        loop = Loop(state, loop.device, loop.outcomes[1:], loop.ran_at[1:], depths)
+        loop = Loop(state, loop.device, loop.outcomes[1:], loop.logprobs[1:], loop.ran_at[1:], depths)
         self._check_state(loop)
         return loop, launched, settled, result
 
@@ -374,7 +406,7 @@ class Engine:
                 if request.row == 0 and not request.retractions:
                     request.cached_tokens = start
                 request.row = row
-                self._rid_by_row[row] = request.rid
+                self._request_by_row[row] = request
                 self._logs.open(row, request)
         sizes = self._buckets.extend(int(batch.extend_lens.sum()), tails=batch.tails is not None)
         return self._programs[sizes], extend_upload(batch, requests, sizes, seed_of=self._seed)
@@ -414,8 +446,9 @@ class Engine:
     def _end_off_row(self, serial: int, reason: FinishReason) -> None:
         """A request ends that holds no row, with what it had emitted before."""
         request = self._requests[serial]
-        output = self._forget(serial, request.kept.tolist(), request.kept_accept_lens.tolist(), reason)
-        self._undelivered.append(Emission(rid=request.rid, token_ids=[], output=output))
+        output = self._forget(request, request.kept.tolist(), request.kept_accept_lens.tolist(), reason)
+        text = None if request.text is None else request.text.take()
+        self._undelivered.append(Emission(rid=request.rid, token_ids=[], output=output, index=request.index, text=text))
 
     def _stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
         """Ids that end a request."""
@@ -425,60 +458,97 @@ class Engine:
     # --- tokens out ------------------------------------------------------------------------------------------------
 
     def _emit(self, launched: Launched, settled: Settled, result: GenerationBatchResult) -> Emissions:
-        rids = self._rid_by_row[launched.rows]
-        rids[~settled.live] = None
+        requests = self._request_by_row[launched.rows]
+        requests[~settled.live] = None
         outputs = {}
         for i in np.nonzero(settled.finish_reason)[0].tolist():
             row, length = int(launched.rows[i]), int(settled.start[i] + settled.num_visible[i])
             output = self._logs.output(row, length)
             reason = FinishReason(int(settled.finish_reason[i]))
-            outputs[i] = self._forget(self._serial_by_rid[rids[i]], output, self._logs.accept_lens(row), reason)
+            outputs[i] = self._forget(requests[i], output, self._logs.accept_lens(row), reason)
         self._meters.settled(
             decode=launched.forward_mode is ForwardMode.DECODE,
             num_rows=int(settled.live.sum()),
             num_tokens=int(settled.num_visible.sum()),
         )
-        return Emissions(rids, result.next_token_ids, settled.num_visible, outputs)
 
-    def _forget(self, serial: int, token_ids: list[int], accept_lens: list[int], reason: FinishReason) -> RequestOutput:
-        request = self._requests.pop(serial)
-        self._text_stops.forget(serial)
-        del self._serial_by_rid[request.rid]
+        def so_far(i: int) -> list[int]:
+            return self._logs.output(int(launched.rows[i]), int(settled.start[i] + settled.num_visible[i]))
+
+        return Emissions(requests, result.next_token_ids, settled.num_visible, outputs, so_far)
+
+    def _anybody_asks(self, launched: Launched) -> bool:
+        """Whether a row of the newest launch wants log-probabilities."""
+        return any(_asks(request.params) for request in self._request_by_row[launched.rows])
+
+    def _take_logprobs(
+        self, batch: ScheduleBatch, tables, launched: Launched, settled: Settled, result: GenerationBatchResult
+    ) -> None:
+        """What the launch says of the tokens it emitted, and of the prompts it computed."""
+        of_output, *of_prompt = (np.asarray(table) for table in tables)
+        num_prompts = batch.rows.shape[0] if of_prompt else 0
+        index = np.arange(launched.rows.shape[0])
+        if of_prompt:
+            index[num_prompts:] += self.limits.max_prefill_rows - num_prompts
+        ends = np.cumsum(batch.extend_lens)
+        for i in np.nonzero(settled.live)[0].tolist():
+            request, count = self._request_by_row[launched.rows[i]], int(settled.num_visible[i])
+            if request.logprobs is not None and count:
+                emitted = result.next_token_ids[i, :count].tolist()
+                request.logprobs += read_logprobs(of_output[index[i], :count], emitted, request.params.logprobs)
+            known = request.prompt_logprobs
+            if known is not None and i < num_prompts and len(known) < len(request.prompt):
+                table = of_prompt[0][ends[i] - batch.extend_lens[i] : ends[i]]
+                following = request.prompt[len(known) :][: len(table)].tolist()
+                known += read_logprobs(table[: len(following)], following, request.params.prompt_logprobs)
+
+    def _forget(
+        self, request: Request, token_ids: list[int], accept_lens: list[int], reason: FinishReason
+    ) -> RequestOutput:
+        del self._requests[request.serial]
+        self._text_stops.forget(request.serial)
+        self._num_asking -= _asks(request.params)
+        self._serials_by_rid[request.rid].remove(request.serial)
+        if not self._serials_by_rid[request.rid]:
+            del self._serials_by_rid[request.rid]
+        if request.text is not None:
+            request.text.catch_up(token_ids, ended=True)
         return RequestOutput(
             rid=request.rid,
+            index=request.index,
             prompt_token_ids=request.prompt.tolist(),
             token_ids=token_ids,
-            text=self._text(token_ids, request.params),
+            text=None if request.text is None else request.text.whole(),
             finish_reason="timeout" if request.is_late and reason is FinishReason.ABORT else FINISH_NAMES[reason],
             accept_lens=accept_lens,
+            logprobs=request.logprobs,
+            prompt_logprobs=request.prompt_logprobs,
             cached_tokens=request.cached_tokens,
             retractions=request.retractions,
             lossy=self.worker.lossy and request.params.temperature > 0,
             error=ERRORS.get(reason),
         )
 
-    def _text(self, token_ids: list[int], params: SamplingParams) -> str | None:
-        stream = self._stream_of(params)
-        return None if stream is None else stream.push(token_ids) + stream.flush()
-
-    def _stream_of(self, params: SamplingParams) -> TokenStream | None:
+    def _text_of(self, params: SamplingParams) -> RequestText | None:
         if self.tokenizer is None:
             return None
-        return self.tokenizer.stream(stop=params.stop, min_new_tokens=params.min_new_tokens)
+        return RequestText(self.tokenizer.stream(stop=params.stop, min_new_tokens=params.min_new_tokens))
 
     # --- requests run to their end -----------------------------------------------------------------------------------
 
-    def _submit_all(self, prompts, params) -> tuple[list[str], list[Emission]]:
-        """Submits what can run; returns every request's name, in order, and an emission for each that was refused."""
-        rids, refused = [], []
+    def _submit_all(self, prompts, params) -> tuple[list[tuple[str, int]], list[Emission]]:
+        """Submits what can run; returns name and index of every request, in order, and an emission for each that was refused."""
+        rids: list[tuple[str, int]] = []
+        refused = []
         for prompt, param in zip(prompts, params, strict=True):
             try:
-                rids.append(self.submit(prompt, param))
+                rid = self.submit(prompt, param)
+                rids += [(rid, index) for index in range(param.n)]
             except (TypeError, ValueError) as error:
                 self._num_submitted += 1
-                rids.append(f"r{self._num_submitted}")
+                rids.append((f"r{self._num_submitted}", 0))
                 output = RequestOutput(
-                    rid=rids[-1],
+                    rid=rids[-1][0],
                     prompt_token_ids=[],
                     token_ids=[],
                     text=None,
@@ -489,7 +559,7 @@ class Engine:
                 refused.append(Emission(rid=output.rid, token_ids=[], output=output))
         return rids, refused
 
-    def _drain(self, rids: list[str], refused: list[Emission]) -> Iterator[Emission]:
+    def _drain(self, rids: list[tuple[str, int]], refused: list[Emission]) -> Iterator[Emission]:
         """Runs until the requests have ended. Emissions of other requests are kept for the next `step`."""
         open_rids = set(rids)
         emissions: Iterable[Emission] = refused
@@ -497,18 +567,18 @@ class Engine:
             while True:
                 others = []
                 for emission in emissions:
-                    if emission.rid not in open_rids:
+                    if (emission.rid, emission.index) not in open_rids:
                         others.append(emission)
                         continue
                     if emission.output is not None:
-                        open_rids.remove(emission.rid)
+                        open_rids.remove((emission.rid, emission.index))
                     yield emission
                 if not open_rids:
                     self._undelivered.extend(others)
                     return
                 emissions = [*others, *self.step()]
         finally:  # a caller that stops reading ends what it asked for
-            for rid in open_rids:
+            for rid, _ in open_rids:
                 self.abort(rid)
 
     def _stream(self, prompts, params) -> Iterator[Emission]:
@@ -518,11 +588,9 @@ class Engine:
     # --- checks ------------------------------------------------------------------------------------------------------
 
     def _seed(self, request: Request) -> int:
-        return (
-            request.params.seed
-            if request.params.seed is not None
-            else (self.config.seed * 0x9E3779B1 + request.serial) % 2**32
-        )
+        if request.params.seed is not None:
+            return (request.params.seed + request.index) % 2**32
+        return (self.config.seed * 0x9E3779B1 + request.serial) % 2**32
 
     def _check_state(self, loop: Loop | None = None) -> None:
         if self.config.checked:
@@ -533,3 +601,7 @@ class Engine:
                 frontier=np.array(loop.device.future.new_seq_lens),
                 max_accept=self.worker.output_stride,
             )
+
+
+def _asks(params: SamplingParams) -> bool:
+    return params.logprobs is not None or params.prompt_logprobs is not None

@@ -1,12 +1,13 @@
 """What an EXTEND launch brings to the device of each prompt: the tokens it computes, and how the request wants to be sampled."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
-from jspec.config import MAX_STOP_TOKEN_IDS
 from jspec.engine.logs import Request
-from jspec.spec_workers.upload import ExtendSizes, RowSampling, pack_extend
+from jspec.spec_workers.sampling import row_sampling
+from jspec.spec_workers.upload import ExtendSizes, pack_extend
 from jspec.state.batches import ScheduleBatch
 
 
@@ -21,16 +22,7 @@ def extend_upload(
         sizes: of its program.
         seed_of: the seed of a request.
     """
-    params = [request.params for request in requests]
-    sampling = RowSampling(
-        top_k=np.array([p.top_k for p in params], np.int32),
-        seed=np.array([seed_of(request) for request in requests], np.uint32),
-        temperature=np.array([p.temperature for p in params], np.float32),
-        top_p=np.array([p.top_p for p in params], np.float32),
-        min_p=np.array([p.min_p for p in params], np.float32),
-        stop_from=np.array([len(r.prompt) + r.params.min_new_tokens for r in requests], np.int32),
-        stop_token_ids=np.array([_padded(request.stop_ids) for request in requests], np.int32),
-    )
+    sampling = row_sampling([_sampling(request, seed_of(request)) for request in requests])
     parts = []
     next_ids = np.full((len(requests), sizes.lookahead), -1, np.int32)
     for i, request in enumerate(requests):
@@ -43,5 +35,24 @@ def extend_upload(
     return pack_extend(batch, np.concatenate(parts), next_ids, sampling, sizes)
 
 
-def _padded(ids: tuple[int, ...]) -> tuple[int, ...]:
-    return (*ids, *[-1] * (MAX_STOP_TOKEN_IDS - len(ids)))
+def _sampling(request: Request, seed: int) -> dict[str, Any]:
+    """Fields of `SamplingState`."""
+    p, num_prompt = request.params, len(request.prompt)
+    return {
+        "temperature": p.temperature,
+        "top_k": p.top_k,
+        "top_p": p.top_p,
+        "min_p": p.min_p,
+        "seed": seed,
+        "prompt_len": num_prompt,
+        "stop_from": num_prompt + p.min_new_tokens,
+        "stop_token_ids": request.stop_ids,
+        "repetition_penalty": p.repetition_penalty,
+        "presence_penalty": p.presence_penalty,
+        "frequency_penalty": p.frequency_penalty,
+        "bias_ids": list(p.logit_bias),
+        "bias": list(p.logit_bias.values()),
+        "bad_words": request.bad_words,
+        "num_logprobs": -1 if p.logprobs is None else p.logprobs,
+        "num_prompt_logprobs": -1 if p.prompt_logprobs is None else p.prompt_logprobs,
+    }

@@ -1,10 +1,12 @@
 """Token content: append-only logs, one row a running request. The scheduler knows lengths only."""
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 
 from jspec.config import SamplingParams
+from jspec.engine.logprobs import TokenLogprob
 from jspec.scheduler import Settled
 from jspec.state.batches import ForwardMode
 from jspec.state.results import GenerationBatchResult, Launched
@@ -20,6 +22,13 @@ class Request:
     prompt: np.ndarray  # i32[prompt_len]
     params: SamplingParams
     stop_ids: tuple[int, ...]  # ids that end it
+    index: int = 0  # among those that were asked for by one prompt
+    bad_words: tuple[
+        tuple[int, ...], ...
+    ] = ()  # token sequences that may not come, each from its last token to its first
+    text: Any = None  # RequestText; None without a tokenizer
+    logprobs: list[TokenLogprob] | None = None  # of what it has emitted, if it asked
+    prompt_logprobs: list[TokenLogprob | None] | None = None  # of the prompt so far, None for the first token
     page_keys: tuple[bytes, ...] = ()  # of the prompt, see `page_keys`
     row: int = 0  # 0 until admitted
     kept: np.ndarray = dataclasses.field(

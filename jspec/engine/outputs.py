@@ -1,10 +1,12 @@
 """What the engine says: a request's result, and the tokens of one settled step."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from jspec.engine.logprobs import TokenLogprob
+from jspec.engine.logs import Request
 from jspec.state.requests import FinishReason
 
 FINISH_NAMES = {
@@ -37,6 +39,12 @@ class RequestOutput:
     accept_lens: list[int]
     """Tokens of each verify that the user sees, bonus included. Not among them: the first token, which comes from prefill (as does another one after each
     retraction), and those that came one at a time while the request rode along in a MIXED batch."""
+    index: int = 0
+    """Which of the `SamplingParams.n` answers to the prompt this is."""
+    logprobs: list[TokenLogprob] | None = None
+    """Of each of `token_ids`, if `SamplingParams.logprobs` asked for them."""
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    """Of each token of the prompt, None for the first, if `SamplingParams.prompt_logprobs` asked for them."""
     cached_tokens: int = 0
     """Prompt tokens whose KV came from the prefix cache when the request first started."""
     retractions: int = 0
@@ -54,6 +62,12 @@ class Emission:
     token_ids: list[int]
     output: RequestOutput | None
     """Set with the request's last tokens."""
+    index: int = 0
+    """As of `RequestOutput`."""
+    text: str | None = None
+    """What the request's text gained: never a part of a character, nor what a stop string may take back. The pieces join to `RequestOutput.text`."""
+    logprobs: list[TokenLogprob] | None = None
+    """Of `token_ids`, if they were asked for."""
 
 
 class Emissions:
@@ -66,16 +80,31 @@ class Emissions:
     """
 
     def __init__(
-        self, rids: list[str | None], tokens: np.ndarray, num_visible: np.ndarray, outputs: dict[int, RequestOutput]
+        self,
+        requests: list[Request | None],
+        tokens: np.ndarray,
+        num_visible: np.ndarray,
+        outputs: dict[int, RequestOutput],
+        so_far: Callable[[int], list[int]],
     ):
-        self._rids, self.tokens, self.num_visible, self.outputs = rids, tokens, num_visible, outputs
+        self._requests, self._so_far = requests, so_far
+        self.tokens, self.num_visible, self.outputs = tokens, num_visible, outputs
 
     def __iter__(self) -> Iterator[Emission]:
-        for i, rid in enumerate(self._rids):
-            if rid is not None and (self.num_visible[i] or i in self.outputs):
-                yield Emission(
-                    rid=rid, token_ids=self.tokens[i, : self.num_visible[i]].tolist(), output=self.outputs.get(i)
-                )
+        for i, request in enumerate(self._requests):
+            if request is None or not (self.num_visible[i] or i in self.outputs):
+                continue
+            token_ids, output = self.tokens[i, : self.num_visible[i]].tolist(), self.outputs.get(i)
+            if request.text is not None and output is None:
+                request.text.catch_up(self._so_far(i))
+            yield Emission(
+                rid=request.rid,
+                token_ids=token_ids,
+                output=output,
+                index=request.index,
+                text=None if request.text is None else request.text.take(),
+                logprobs=request.logprobs[-len(token_ids) :] if request.logprobs and token_ids else None,
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

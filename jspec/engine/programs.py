@@ -31,13 +31,16 @@ class Program(NamedTuple):
     phase: Callable[..., PhaseOutput]  # (params, device, upload) -> PhaseOutput; the device is donated
     commit: Callable[..., DeviceState] | None  # (params, device, handoff) -> device; the device is donated
 
-    def __call__(self, params, device: DeviceState, upload) -> tuple[DeviceState, Any]:
-        """Dispatches the launch; returns the device to be and the outcome to come, without waiting for either."""
-        device, outcome, handoff = self.phase(params, device, upload)
+    def __call__(self, params, device: DeviceState, upload, *, logprobs: bool = False) -> tuple[DeviceState, Any, Any]:
+        """Dispatches the launch; returns the device to be and the outcome to come, without waiting for either, and the log-probabilities if they are
+        wanted: otherwise they stay where they are."""
+        device, outcome, handoff, tables = self.phase(params, device, upload)
         outcome.copy_to_host_async()
+        for table in tables if logprobs else ():
+            table.copy_to_host_async()
         if self.commit is not None:
             device = self.commit(params, device, handoff)
-        return device, outcome
+        return device, outcome, tables if logprobs else ()
 
 
 def use_compilation_cache() -> Path:
@@ -92,7 +95,7 @@ def jitted(
     if mesh is not None:
         whole = NamedSharding(mesh, PartitionSpec())
         where = jax.tree.map(lambda leaf: leaf.sharding, device)
-        out = PhaseOutput(device=where, outcome=whole, handoff=whole)
+        out = PhaseOutput(device=where, outcome=whole, handoff=whole, logprobs=whole)
 
     def placed(tree):
         return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), tree)

@@ -52,6 +52,7 @@ class PhaseOutput(NamedTuple):
     device: DeviceState  # frontier published
     outcome: Any  # i32[B, 3 + O] (one token column after EXTEND, tails last), see `pack_outcome`: all the host ever sees of a step
     handoff: Any  # pytree for the commit program; `()` if there is none
+    logprobs: Any = ()  # of the emitted tokens, i32[B, O, COLUMNS], and after EXTEND of the prompts', i32[T, COLUMNS]; see `token_logprobs`
 
 
 class ExtendFn(Protocol):

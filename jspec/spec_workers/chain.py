@@ -10,10 +10,13 @@ import jax.numpy as jnp
 from jspec.future_map import publish, resolve, stash
 from jspec.models.target import TargetModel
 from jspec.spec_workers.accept import accept_chain
+from jspec.spec_workers.adjust import adjust_logits, chain_path
 from jspec.spec_workers.base import DeviceSizes, DeviceState, PhaseOutput, SpecWorker, VerifyKind, init_device
 from jspec.spec_workers.forward import begin_extend, history, verify_batch, write_tokens
+from jspec.spec_workers.logprobs import token_logprobs
+from jspec.spec_workers.prompt import sample_prompts
 from jspec.spec_workers.run_if import run_if
-from jspec.spec_workers.sampling import ban_early_stops, sample
+from jspec.spec_workers.sampling import sample
 from jspec.spec_workers.upload import DecodeInputs, ExtendInputs, apply_decode, pack_outcome
 from jspec.state.results import RowStatus
 
@@ -89,16 +92,15 @@ def chain(
     def extend_phase(params, device: DeviceState, inputs: ExtendInputs, *, table_width: int) -> PhaseOutput:
         del table_width  # the upload brings the pages this program reads
         device, prompts = begin_extend(device, inputs)
-        rows, new_seq_lens = prompts.batch.rows, prompts.new_seq_lens
+        rows = prompts.batch.rows
         out = target.forward(params, prompts.batch, device.kv_pages)
-        logits = target.logits(params, out.hidden[prompts.last])[:, None, :]
-        logits = ban_early_stops(device.sampling, rows, logits, new_seq_lens[:, None])
-        tokens, finite = sample(device.sampling, rows, logits, new_seq_lens[:, None], ~prompts.goes_on[:, None])
-        status = jnp.where(finite[:, 0], RowStatus.OK, RowStatus.NOT_FINITE)
-        status = jnp.where(prompts.fresh, status, RowStatus.STALE_RELAY)
-        accept_lens = jnp.where(prompts.goes_on, 0, 1)
         device = dataclasses.replace(device, kv_pages=out.kv_pages)
-        return finish(device, rows, inputs.forward_iter, tokens, accept_lens, new_seq_lens, status)
+        sampled = sample_prompts(target, params, device, prompts, out.hidden)
+        accept_lens = jnp.where(prompts.goes_on, 0, 1)
+        output = finish(
+            device, rows, inputs.forward_iter, sampled.tokens, accept_lens, prompts.new_seq_lens, sampled.status
+        )
+        return output._replace(logprobs=sampled.logprobs)
 
     def verify_phase(params, device: DeviceState, inputs: DecodeInputs, *, table_width: int, depth: int) -> PhaseOutput:
         del depth  # it drafts what it finds
@@ -115,33 +117,39 @@ def chain(
 
         def forward_at(width: int):
             def forward(carried):
-                kv_pages, _ = carried
+                kv_pages, *_ = carried
                 batch = verify_batch(
                     inputs.rows, seq_lens, candidates[:, :width], page_table, page_size=device.page_size
                 )
                 out = target.forward(params, batch, kv_pages)
-                logits = target.logits(params, out.hidden).reshape(real.shape[0], width, -1)
-                return out.kv_pages, jnp.pad(logits, ((0, 0), (0, verify_width - width), (0, 0)))
+                found = (target.logits(params, out.hidden), out.hidden)
+                padded = (x.reshape(real.shape[0], width, -1) for x in found)
+                return out.kv_pages, *(jnp.pad(x, ((0, 0), (0, verify_width - width), (0, 0))) for x in padded)
 
             return forward
 
         longest = 1 + jnp.max(num_drafts)
         chosen = jnp.sum(longest > jnp.asarray(widths, jnp.int32), dtype=jnp.int32)
-        carried = (device.kv_pages, jnp.zeros((real.shape[0], verify_width, target.facts.vocab_size), jnp.float32))
+        shapes = jax.eval_shape(forward_at(verify_width), (device.kv_pages,))[1:]
+        carried = (device.kv_pages, *(jnp.zeros(x.shape, x.dtype) for x in shapes))
         for i, width in enumerate(widths):
             carried = run_if(chosen == i, forward_at(width), carried) if len(widths) > 1 else forward_at(width)(carried)
-        kv_pages, logits = carried
+        kv_pages, logits, hidden = carried
         place = jnp.arange(verify_width, dtype=jnp.int32)
         reachable = place <= num_drafts[:, None]
         positions = seq_lens[:, None] + 1 + place
-        logits = ban_early_stops(device.sampling, inputs.rows, logits, positions)
+        path = chain_path(seq_lens, candidates)
+        logits = adjust_logits(device, inputs.rows, logits, path, table_width=table_width)
         tokens, finite = sample(device.sampling, inputs.rows, logits, positions, reachable)
         accept_lens = accept_chain(candidates, tokens, num_drafts)
         finite = jnp.all(finite | (place >= accept_lens[:, None]), axis=1)
         status = jnp.where(fresh, jnp.where(finite, RowStatus.OK, RowStatus.NOT_FINITE), RowStatus.STALE_RELAY)
         device = dataclasses.replace(device, kv_pages=kv_pages)
         device = write_tokens(device, inputs.rows, seq_lens + 1, tokens, accept_lens)
-        return finish(device, inputs.rows, inputs.forward_iter, tokens, accept_lens, seq_lens + accept_lens, status)
+        output = finish(device, inputs.rows, inputs.forward_iter, tokens, accept_lens, seq_lens + accept_lens, status)
+        asked = jnp.any(device.sampling.num_logprobs[inputs.rows] >= 0)
+        logprobs = token_logprobs(target, params, asked, hidden.reshape(tokens.size, -1), tokens.reshape(-1))
+        return output._replace(logprobs=(logprobs.reshape(*tokens.shape, -1),))
 
     return SpecWorker(
         name=name,

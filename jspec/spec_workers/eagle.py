@@ -10,6 +10,7 @@ from jspec.future_map import stash
 from jspec.models.draft import DraftModel
 from jspec.models.target import TargetModel
 from jspec.spec_workers.accept import prefer_drafts
+from jspec.spec_workers.adjust import adjust_logits, tree_path
 from jspec.spec_workers.base import DeviceSizes, DeviceState, PhaseOutput, SpecWorker, VerifyKind, init_device
 from jspec.spec_workers.draft_sampling import best_tokens, draw_tokens
 from jspec.spec_workers.eagle_sizes import EagleSizes
@@ -27,7 +28,7 @@ from jspec.spec_workers.featured import (
 )
 from jspec.spec_workers.forward import next_tokens, row_slots, verify_batch
 from jspec.spec_workers.run_if import run_if
-from jspec.spec_workers.sampling import ban_early_stops, sample
+from jspec.spec_workers.sampling import sample
 from jspec.spec_workers.tree import Tree, accept_tree, first_level, next_level, prune
 from jspec.spec_workers.upload import DecodeInputs, ExtendInputs
 
@@ -219,7 +220,8 @@ def eagle(
         out = target.forward(params["target"], batch, device.kv_pages, capture_layers=layers)
         logits = target.logits(params["target"], out.hidden).reshape(*tree.tokens.shape, -1)
         positions = seq_lens[:, None] + 1 + tree.depths
-        logits = ban_early_stops(device.sampling, rows, logits, positions)
+        path = tree_path(seq_lens, tree.tokens, tree.depths, tree.ancestors)
+        logits = adjust_logits(device, rows, logits, path, table_width=table_width)
         tokens, finite = sample(device.sampling, rows, logits, positions, tree.depths <= num_drafts[:, None])
         if lossy_threshold < 1:
             ours = (tree.tokens, tree.parents, tree.depths <= num_drafts[:, None])
@@ -237,7 +239,8 @@ def eagle(
         index = path + jnp.arange(rows.shape[0], dtype=jnp.int32)[:, None] * tree.tokens.shape[1]
         tokens, finite = (jnp.take_along_axis(x, path, axis=1) for x in (tokens, finite))
         handoff = Handoff(seq_lens, tokens, accept_lens, out.captured[index], out.hidden[index])
-        return publish_run(begun._replace(device=device), inputs, handoff, finite, output_stride=output_stride)
+        begun = begun._replace(device=device)
+        return publish_run(target, params["target"], begun, inputs, handoff, finite, output_stride=output_stride)
 
     def commit_phase(params, device: DeviceState, inputs: DecodeInputs, handoff: Handoff, *, table_width: int):
         rows, tokens = inputs.rows, handoff.tokens

@@ -10,10 +10,13 @@ from jspec.future_map import publish, resolve
 from jspec.models.draft import DraftModel
 from jspec.models.target import TargetModel
 from jspec.spec_workers.accept import accept_chain, accept_rejection, prefer_drafts
+from jspec.spec_workers.adjust import adjust_logits, chain_path
 from jspec.spec_workers.base import DeviceState, PhaseOutput
 from jspec.spec_workers.forward import Prefill, begin_extend, verify_batch, write_tokens
+from jspec.spec_workers.logprobs import token_logprobs
+from jspec.spec_workers.prompt import sample_prompts
 from jspec.spec_workers.run_if import run_if
-from jspec.spec_workers.sampling import ban_early_stops, sample
+from jspec.spec_workers.sampling import sample
 from jspec.spec_workers.upload import DecodeInputs, ExtendInputs, apply_decode, pack_outcome
 from jspec.state.results import RowStatus
 
@@ -65,19 +68,15 @@ def check_pair(target: TargetModel, draft: DraftModel) -> None:
 def prefill(target: TargetModel, params, device: DeviceState, inputs: ExtendInputs, layers) -> PhaseOutput:
     """The target's part of a prefill: forward, sample, PUBLISH."""
     device, prompts = begin_extend(device, inputs)
-    rows, new_seq_lens = prompts.batch.rows, prompts.new_seq_lens
+    new_seq_lens = prompts.new_seq_lens
     out = target.forward(params, prompts.batch, device.kv_pages, capture_layers=layers)
-    logits = target.logits(params, out.hidden[prompts.last])[:, None, :]
-    logits = ban_early_stops(device.sampling, rows, logits, new_seq_lens[:, None])
-    tokens, finite = sample(device.sampling, rows, logits, new_seq_lens[:, None], ~prompts.goes_on[:, None])
-    future = publish(device.future, rows, new_seq_lens, forward_iter=inputs.forward_iter)
-    status = jnp.where(finite[:, 0], RowStatus.OK, RowStatus.NOT_FINITE)
-    status = jnp.where(prompts.fresh, status, RowStatus.STALE_RELAY)
-    status = jnp.where(rows > 0, status, RowStatus.OK)
-    device = dataclasses.replace(device, kv_pages=out.kv_pages, future=future)
-    outcome = pack_outcome(tokens, jnp.where(prompts.goes_on, 0, 1), new_seq_lens, status)
-    tokens = jnp.where(prompts.goes_on, prompts.next_ids[:, 0], tokens[:, 0])
-    return PhaseOutput(device, outcome, ExtendHandoff(prompts, tokens, out.captured, out.hidden))
+    device = dataclasses.replace(device, kv_pages=out.kv_pages)
+    sampled = sample_prompts(target, params, device, prompts, out.hidden)
+    future = publish(device.future, prompts.batch.rows, new_seq_lens, forward_iter=inputs.forward_iter)
+    device = dataclasses.replace(device, future=future)
+    outcome = pack_outcome(sampled.tokens, jnp.where(prompts.goes_on, 0, 1), new_seq_lens, sampled.status)
+    tokens = jnp.where(prompts.goes_on, prompts.next_ids[:, 0], sampled.tokens[:, 0])
+    return PhaseOutput(device, outcome, ExtendHandoff(prompts, tokens, out.captured, out.hidden), sampled.logprobs)
 
 
 def start(device: DeviceState, inputs: DecodeInputs, *, table_width: int, depth: int, context_len: int) -> Start:
@@ -141,7 +140,8 @@ def verify_chain(
         kv_pages, captured, hidden, logits = carried
     place = jnp.arange(width, dtype=jnp.int32)
     positions = seq_lens[:, None] + 1 + place
-    logits = ban_early_stops(device.sampling, rows, logits, positions)
+    path = chain_path(seq_lens, candidates)
+    logits = adjust_logits(device, rows, logits, path, table_width=page_table.shape[1])
     by_rejection = (device.sampling.temperature[rows] > 0) & (draft_probs is not None)
     # Rows that go by rejection are decided below; their tokens here are not looked at.
     active = (place <= num_drafts[:, None]) & ~by_rejection[:, None]
@@ -163,7 +163,7 @@ def verify_chain(
         )
     begun = begun._replace(device=dataclasses.replace(device, kv_pages=kv_pages))
     handoff = Handoff(seq_lens, tokens, accept_lens, captured, hidden)
-    return publish_run(begun, inputs, handoff, finite, output_stride=output_stride)
+    return publish_run(target, params, begun, inputs, handoff, finite, output_stride=output_stride)
 
 
 def _select(chosen, ours, others):
@@ -171,8 +171,10 @@ def _select(chosen, ours, others):
     return tuple(jnp.where(chosen.reshape(-1, *[1] * (a.ndim - 1)), a, b) for a, b in zip(ours, others, strict=True))
 
 
-def publish_run(begun: Start, inputs: DecodeInputs, handoff: Handoff, finite, *, output_stride: int) -> PhaseOutput:
-    """PUBLISHES the frontier after an accepted run, and packs the outcome. `finite: bool[B, O]`: of the logits along the run."""
+def publish_run(
+    target: TargetModel, params, begun: Start, inputs: DecodeInputs, handoff: Handoff, finite, *, output_stride: int
+) -> PhaseOutput:
+    """PUBLISHES the frontier after an accepted run, and packs the outcome. `finite: bool[B, O]`: of the logits along the run; `params`: the target's."""
     tokens, accept_lens = handoff.tokens, handoff.accept_lens
     new_seq_lens = begun.seq_lens + accept_lens
     device = write_tokens(begun.device, inputs.rows, begun.seq_lens + 1, tokens, accept_lens)
@@ -182,7 +184,10 @@ def publish_run(begun: Start, inputs: DecodeInputs, handoff: Handoff, finite, *,
     status = jnp.where(inputs.rows > 0, status, RowStatus.OK)
     columns = jnp.pad(tokens, ((0, 0), (0, output_stride - tokens.shape[1])))
     outcome = pack_outcome(columns, accept_lens, new_seq_lens, status)
-    return PhaseOutput(dataclasses.replace(device, future=future), outcome, handoff)
+    asked = jnp.any(device.sampling.num_logprobs[inputs.rows] >= 0)
+    hidden = handoff.hidden.reshape(tokens.size, -1)
+    logprobs = token_logprobs(target, params, asked, hidden, tokens.reshape(-1)).reshape(*tokens.shape, -1)
+    return PhaseOutput(dataclasses.replace(device, future=future), outcome, handoff, (logprobs,))
 
 
 def check_acceptance(*, rejection_sampling: bool, lossy_threshold: float) -> None:

@@ -1,14 +1,16 @@
 """Sampling state of the rows, and the sampler that every path shares: plain decoding and verification draw the same token from the same logits."""
 
 import dataclasses
-from typing import Any
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from jspec.config import MAX_STOP_TOKEN_IDS
-from jspec.spec_workers.run_if import run_if
+from jspec.config import MAX_BAD_WORD_LEN, MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 
 TARGET_TOKEN, DRAFT_TOKEN, ACCEPT_COIN = 0, 1, 2
 """Purposes of a key: the target's own token at a position, a draft's token there, the coin that accepts the draft."""
@@ -17,55 +19,95 @@ TARGET_TOKEN, DRAFT_TOKEN, ACCEPT_COIN = 0, 1, 2
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingState:
-    """Sampling parameters, one row a request; written when it is prefilled."""
+    """Sampling parameters, one row a request; written when it is prefilled. `FIELDS` says what each row has."""
 
     temperature: Any  # f32[R]  0 = greedy
     top_k: Any  # i32[R]  0 = all
     top_p: Any  # f32[R]  1 = all
     min_p: Any  # f32[R]  0 = all
     seed: Any  # u32[R]
+    prompt_len: Any  # i32[R]  tokens; what lies behind them is output
     stop_from: Any  # i32[R]  absolute position from which on a stop token may be chosen; 0: everywhere
     stop_token_ids: Any  # i32[R, S]  -1 padded
+    repetition_penalty: Any  # f32[R]  1 = none
+    presence_penalty: Any  # f32[R]  0 = none
+    frequency_penalty: Any  # f32[R]  0 = none
+    bias_ids: Any  # i32[R, M]  -1 padded
+    bias: Any  # f32[R, M]
+    bad_words: Any  # i32[R, N, L]  token sequences, each from its last token to its first, -1 padded
+    num_logprobs: Any  # i32[R]  likeliest tokens to tell of, beside each emitted one; -1 = tell nothing
+    num_prompt_logprobs: Any  # i32[R]  the same for the tokens of the prompt
+
+
+class Field(NamedTuple):
+    """One parameter of a row."""
+
+    shape: tuple[int, ...]
+    dtype: Any  # of 32 bits
+    idle: float  # what a row without an owner has
+
+
+FIELDS = {
+    "temperature": Field((), np.float32, 0),
+    "top_k": Field((), np.int32, 0),
+    "top_p": Field((), np.float32, 1),
+    "min_p": Field((), np.float32, 0),
+    "seed": Field((), np.uint32, 0),
+    "prompt_len": Field((), np.int32, 0),
+    "stop_from": Field((), np.int32, 0),
+    "stop_token_ids": Field((MAX_STOP_TOKEN_IDS,), np.int32, -1),
+    "repetition_penalty": Field((), np.float32, 1),
+    "presence_penalty": Field((), np.float32, 0),
+    "frequency_penalty": Field((), np.float32, 0),
+    "bias_ids": Field((MAX_LOGIT_BIAS,), np.int32, -1),
+    "bias": Field((MAX_LOGIT_BIAS,), np.float32, 0),
+    "bad_words": Field((MAX_BAD_WORDS, MAX_BAD_WORD_LEN), np.int32, -1),
+    "num_logprobs": Field((), np.int32, -1),
+    "num_prompt_logprobs": Field((), np.int32, -1),
+}
+"""Every field of `SamplingState`: how it crosses to the device, and what it is at first."""
+
+SAMPLING_COLUMNS = sum(math.prod(field.shape) for field in FIELDS.values())
+"""Words of one row."""
 
 
 def init_sampling(num_rows: int) -> SamplingState:
     """Greedy in every row."""
     return SamplingState(
-        temperature=jnp.zeros(num_rows, jnp.float32),
-        top_k=jnp.zeros(num_rows, jnp.int32),
-        top_p=jnp.ones(num_rows, jnp.float32),
-        min_p=jnp.zeros(num_rows, jnp.float32),
-        seed=jnp.zeros(num_rows, jnp.uint32),
-        stop_from=jnp.zeros(num_rows, jnp.int32),
-        stop_token_ids=jnp.full((num_rows, MAX_STOP_TOKEN_IDS), -1, jnp.int32),
+        **{name: jnp.full((num_rows, *f.shape), f.idle, f.dtype) for name, f in FIELDS.items()}  # type: ignore[arg-type]
     )
 
 
-_BANNED = -1e30
-"""Logit of a token that may not be chosen: finite, so that it is not taken for a fault of the model, and of no weight in any softmax."""
-
-
-def ban_early_stops(sampling: SamplingState, rows, logits, positions):
-    """`f32[B, W, V]`: the logits, with those of a row's stop tokens banned at positions where its output is shorter than `min_new_tokens`.
-
-    Applied to the target's logits before anything reads them, at each position of a draft's path, so that sampling, acceptance and plain decoding see one
-    and the same distribution. Costs nothing while no row asks for it.
+def row_sampling(rows: Sequence[Mapping[str, Any]]) -> np.ndarray:
+    """`i32[b, SAMPLING_COLUMNS]`: parameters of some rows, as bits.
 
     Args:
-        sampling: parameters of all rows.
-        rows: i32[B].
-        logits: f32[B, W, V].
-        positions: i32[B, W], absolute position each token will take.
+        rows: of each row, the fields that are not idle. A list may be shorter than its field, and so may the lists in it.
     """
-    early = positions < sampling.stop_from[rows][:, None]
+    parts = []
+    for name, field in FIELDS.items():
+        column = np.full((len(rows), *field.shape), field.idle, field.dtype)
+        for i, row in enumerate(rows):
+            if name in row and len(field.shape) == 2:
+                for j, values in enumerate(row[name]):
+                    column[i, j, : len(values)] = values
+            elif name in row and field.shape:
+                column[i, : len(row[name])] = row[name]
+            elif name in row:
+                column[i] = row[name]
+        parts.append(column.reshape(len(rows), -1).view(np.int32))
+    return np.concatenate(parts, axis=1)
 
-    def ban(logits):
-        # Compared, not scattered: elementwise, so that XLA writes over the logits.
-        vocabulary = jnp.arange(logits.shape[-1], dtype=jnp.int32)
-        stops = jnp.any(sampling.stop_token_ids[rows][..., None] == vocabulary, axis=1)
-        return jnp.where(early[..., None] & stops[:, None, :], _BANNED, logits)
 
-    return run_if(jnp.any(early), ban, logits)
+def sampling_of(columns) -> dict[str, Any]:
+    """The fields back from their bits, on the device: `columns` i32[B, SAMPLING_COLUMNS]."""
+    found, start = {}, 0
+    for name, field in FIELDS.items():
+        end = start + math.prod(field.shape)
+        bits = columns[:, start:end].reshape(-1, *field.shape)
+        found[name] = lax.bitcast_convert_type(bits, field.dtype)
+        start = end
+    return found
 
 
 def position_key(seed, position, purpose: int):

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
-from jspec.config import MAX_STOP_TOKEN_IDS
+from jspec.spec_workers.sampling import FIELDS, SAMPLING_COLUMNS, SamplingState, sampling_of
 from jspec.state.batches import ScheduleBatch
 from jspec.state.results import NEVER, GenerationBatchResult
 
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
     from jspec.spec_workers.base import DeviceState
 
 DECODE_COLUMNS = 4
-EXTEND_COLUMNS = 10 + MAX_STOP_TOKEN_IDS
+EXTEND_COLUMNS = 4 + SAMPLING_COLUMNS
 """Of each prompt row, beside the tokens that follow a chunk and the pages."""
 OUTCOME_COLUMNS = 3
 
@@ -42,13 +41,7 @@ class ExtendInputs(NamedTuple):
     prefix_lens: Any  # i32[B]
     extend_lens: Any  # i32[B]
     forward_iter: Any  # i32[]
-    top_k: Any  # i32[B]
-    seed: Any  # u32[B]
-    temperature: Any  # f32[B]
-    top_p: Any  # f32[B]
-    min_p: Any  # f32[B]
-    stop_from: Any  # i32[B]
-    stop_token_ids: Any  # i32[B, S]
+    sampling: Any  # {name: [B, ...]}, the fields of `SamplingState`
     next_ids: Any  # i32[B, L]  prompt tokens that follow a chunk; -1 where the prompt ends, and the first token is to be sampled
     page_table: Any  # i32[B, P]
     tails: DecodeInputs  # running rows that go on by their pending token; of no rows in an EXTEND batch
@@ -71,18 +64,6 @@ class ExtendSizes(NamedTuple):
         return self.num_tokens + prompts + self.num_tails * (DECODE_COLUMNS + self.max_new_pages)
 
 
-class RowSampling(NamedTuple):
-    """Sampling parameters of the rows of an EXTEND batch, as columns; see `SamplingState`."""
-
-    top_k: np.ndarray  # i32[B]
-    seed: np.ndarray  # u32[B]
-    temperature: np.ndarray  # f32[B]
-    top_p: np.ndarray  # f32[B]
-    min_p: np.ndarray  # f32[B]
-    stop_from: np.ndarray  # i32[B]
-    stop_token_ids: np.ndarray  # i32[B, S]  -1 padded
-
-
 def pack_decode(batch: ScheduleBatch, *, bucket: int) -> np.ndarray:
     """`i32[bucket, 4 + K]`: the whole upload of a DECODE launch. Its size knows nothing of context length."""
     b = batch.rows.shape[0]
@@ -102,15 +83,15 @@ def unpack_decode(upload) -> DecodeInputs:
 
 
 def pack_extend(
-    batch: ScheduleBatch, tokens: np.ndarray, next_ids: np.ndarray, sampling: RowSampling, sizes: ExtendSizes
+    batch: ScheduleBatch, tokens: np.ndarray, next_ids: np.ndarray, sampling: np.ndarray, sizes: ExtendSizes
 ) -> np.ndarray:
-    """`i32[T + B * (10 + S + L + P) + C * (4 + K)]`: the whole upload of an EXTEND or MIXED launch.
+    """`i32[T + B * (4 + SAMPLING_COLUMNS + L + P) + C * (4 + K)]`: the whole upload of an EXTEND or MIXED launch.
 
     Args:
         batch: the plan.
         tokens: i32[sum of extend_lens], rows one after another.
         next_ids: i32[b, L], see `ExtendInputs`.
-        sampling: parameters of the batch's rows.
+        sampling: i32[b, SAMPLING_COLUMNS], from `row_sampling`.
         sizes: of the program.
     """
     b, columns = batch.rows.shape[0], EXTEND_COLUMNS + sizes.lookahead
@@ -124,13 +105,9 @@ def pack_extend(
         if batch.tails is not None:
             part[:] = pack_decode(batch.tails, bucket=sizes.num_tails)
     table[:, 3] = batch.forward_iter
-    reals = (sampling.temperature, sampling.top_p, sampling.min_p)
-    each = (sampling.top_k, sampling.seed.view(np.int32), *(x.view(np.int32) for x in reals), sampling.stop_from)
-    for i, column in zip(
-        (0, 1, 2, 4, 5, 6, 7, 8, 9), (batch.rows, batch.prefix_lens, batch.extend_lens, *each), strict=True
-    ):
+    for i, column in enumerate((batch.rows, batch.prefix_lens, batch.extend_lens)):
         table[:b, i] = column
-    table[:b, 10:EXTEND_COLUMNS] = sampling.stop_token_ids
+    table[:b, 4:EXTEND_COLUMNS] = sampling
     table[:b, EXTEND_COLUMNS:columns] = next_ids
     table[:b, columns:] = np.maximum(batch.new_pages[:, : sizes.table_width], 0)
     return upload
@@ -142,20 +119,13 @@ def unpack_extend(upload, *, sizes: ExtendSizes) -> ExtendInputs:
     tails = upload.shape[0] - sizes.num_tails * (DECODE_COLUMNS + sizes.max_new_pages)
     table = upload[num_tokens:tails].reshape(sizes.num_rows, -1)
     tail_table = upload[tails:].reshape(sizes.num_tails, DECODE_COLUMNS + sizes.max_new_pages)
-    reals = lax.bitcast_convert_type(table[:, 6:9], jnp.float32)
     return ExtendInputs(
         input_ids=upload[:num_tokens],
         rows=table[:, 0],
         prefix_lens=table[:, 1],
         extend_lens=table[:, 2],
         forward_iter=table[0, 3],
-        top_k=table[:, 4],
-        seed=lax.bitcast_convert_type(table[:, 5], jnp.uint32),
-        temperature=reals[:, 0],
-        top_p=reals[:, 1],
-        min_p=reals[:, 2],
-        stop_from=table[:, 9],
-        stop_token_ids=table[:, 10:EXTEND_COLUMNS],
+        sampling=sampling_of(table[:, 4:EXTEND_COLUMNS]),
         next_ids=table[:, EXTEND_COLUMNS:columns],
         page_table=table[:, columns:],
         tails=unpack_decode(tail_table)._replace(forward_iter=table[0, 3])
@@ -188,16 +158,11 @@ def apply_extend(device: "DeviceState", inputs: ExtendInputs) -> "DeviceState":
         kept = real.reshape(-1, *[1] * (buffer.ndim - 1))
         return buffer.at[inputs.rows].set(jnp.where(kept, values, jnp.asarray(idle, buffer.dtype)))
 
-    old = device.sampling
-    sampling = dataclasses.replace(
-        old,
-        temperature=put(old.temperature, inputs.temperature, 0),
-        top_k=put(old.top_k, inputs.top_k, 0),
-        top_p=put(old.top_p, inputs.top_p, 1),
-        min_p=put(old.min_p, inputs.min_p, 0),
-        seed=put(old.seed, inputs.seed, 0),
-        stop_from=put(old.stop_from, inputs.stop_from, 0),
-        stop_token_ids=put(old.stop_token_ids, inputs.stop_token_ids, -1),
+    sampling = SamplingState(
+        **{  # type: ignore[arg-type]
+            name: put(getattr(device.sampling, name), values, FIELDS[name].idle)
+            for name, values in inputs.sampling.items()
+        }
     )
     table = device.page_table.at[inputs.rows].set(jnp.where(real[:, None], pages, 0))
     return apply_decode(dataclasses.replace(device, page_table=table, sampling=sampling), inputs.tails)

@@ -124,7 +124,7 @@ def oracle_accept_lens(token: int, num_tokens: int, width: int = 5) -> list[int]
     return lens
 
 
-def build(target, algorithm: str = "plain", worker=None, **settings) -> Engine:
+def build(target, algorithm: str = "plain", worker=None, tokenizer=None, **settings) -> Engine:
     """A small engine that checks every invariant after every transition; one program of each kind unless `settings` ask for more."""
     defaults = dict(page_size=16, max_running=4, checked=True)
     if algorithm == "ngram":
@@ -134,7 +134,7 @@ def build(target, algorithm: str = "plain", worker=None, **settings) -> Engine:
     # Whole batches of prompts at once, unless a test asks for chunks.
     settings.setdefault("max_prefill_tokens", 4 * settings.get("context_len", target.facts.context_len))
     settings.setdefault("prefill_buckets", (settings["max_prefill_tokens"],))
-    return Engine(EngineConfig(algorithm=algorithm, **settings), target=target, worker=worker)
+    return Engine(EngineConfig(algorithm=algorithm, **settings), target=target, worker=worker, tokenizer=tokenizer)
 
 
 def prompts_of(count: int, *, seed: int = 0, shortest: int = 1, longest: int = 40) -> list[list[int]]:
