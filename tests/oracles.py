@@ -389,22 +389,38 @@ class SlowScheduler:
         return not anybody or wants + promised <= pages * p
 
     def preempt(self):
-        while self.waiting:
-            head, lower = self.waiting[0], [r for r in self.running.values() if not r.aborted]
-            if not lower or head.priority <= min(r.priority for r in lower):
+        """Whoever has less priority than the first in the queue leaves, one after another, until that one can start; nobody, if it cannot anyway."""
+        if not self.waiting:
+            return
+        head = self.waiting[0]
+        lower = [row for row, r in self.running.items() if not r.aborted and r.priority < head.priority]
+        lower.sort(key=self.rank)
+        for count in range(len(lower) + 1):
+            if self.could_start(head, set(lower[:count])):
+                for row in lower[:count]:
+                    self.counts["preempted"] += 1
+                    self.leave(row, FinishReason.NONE)
                 return
-            hit, _ = self.begin(head)
-            pages, promised = self.budget_left(self.short(self.active()))
-            pages -= len([name for name in hit if name in self.unlocked()])
-            start = len(hit) * self.page_size
-            length = self.cut(start, head.prompt_len + len(head.output), self.limits.max_prefill_tokens)
-            if len(self.running) < self.max_running and self.fits(
-                head, start, length, pages, promised, bool(self.running)
-            ):
-                return
-            lowest = min(r.priority for r in lower)
-            self.counts["preempted"] += 1
-            self.retract_one([row for row, r in self.running.items() if r.priority == lowest and not r.aborted])
+
+    def could_start(self, head, gone):
+        """Whether the head could start if these rows had left."""
+        rest = SlowScheduler(
+            self.limits, max_running=self.max_running, num_pages=self.num_pages, page_size=self.page_size
+        )
+        rest.running = {row: r for row, r in self.running.items() if row not in gone}
+        rest.cached, rest.ratio, rest.flights = self.cached, self.ratio, self.flights
+        chunks = any(
+            r.filling and rest.cut(r.committed, r.fill_len, self.limits.max_prefill_tokens) < r.fill_len - r.committed
+            for r in rest.running.values()
+        )
+        if chunks or len(rest.running) == self.max_running:
+            return False
+        hit, _ = rest.begin(head)
+        pages, promised = rest.budget_left(rest.short(rest.active()))
+        pages -= len([name for name in hit if name in rest.unlocked()])
+        start = len(hit) * self.page_size
+        length = self.cut(start, head.prompt_len + len(head.output), self.limits.max_prefill_tokens)
+        return self.fits(head, start, length, pages, promised, bool(rest.running))
 
     def admit(self, set_aside):
         """`[(row, start, length)]` of the prompts that go into the next batch."""
@@ -446,10 +462,9 @@ class SlowScheduler:
                 or not self.fits(request, start, length, pages, promised, anybody)
             ):
                 break
-            if anybody:
-                reserve = (self.limits.depth + 1) * self.limits.alloc_len
-                wants = max(request.to_go, reserve if request.max_new_tokens - len(request.output) > 1 else 0)
-                promised += end - start + p + wants - length
+            reserve = (self.limits.depth + 1) * self.limits.alloc_len
+            wants = max(request.to_go, reserve if request.max_new_tokens - len(request.output) > 1 else 0)
+            promised += end - start + p + wants - length
             row = min(set(range(1, self.max_running + 1)) - set(self.running))
             self.running[row] = request
             entered.append(request)

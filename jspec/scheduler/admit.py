@@ -89,12 +89,12 @@ class _Budget:
             return False
         if chosen.request is None:
             self.promised -= chosen.end - chosen.start
-        elif self.anybody:
-            # Alone, a request starts whatever it may want: it will get all there is.
+        else:
             to_go = chosen.request.max_new_tokens - chosen.request.output_len
             wants = chosen.request.fill_len - chosen.start + self.page
             wants += max(min(to_go, MOST_NEW_TOKENS), self.limits.reserve_len if to_go > 1 else 0)
-            if wants + self.promised > (self.pages - len(locked)) * self.page:
+            # Alone, a request starts whatever it may want: it will get all there is.
+            if self.anybody and wants + self.promised > (self.pages - len(locked)) * self.page:
                 return False
             self.promised += wants - (chosen.end - chosen.start)
         self.tokens -= chosen.end - chosen.start
@@ -129,32 +129,40 @@ def _free_rows(state: SchedulerState) -> np.ndarray:
 
 
 def preempt(state: SchedulerState, *, limits: Limits, set_aside) -> tuple[SchedulerState, tuple[Left, ...]]:
-    """Retracts requests of a lower priority while the first waiting one cannot start for want of a row or of pages.
+    """Retracts requests of a lower priority until the first waiting one can start, if that is for want of a row or of pages. None, if all of them would
+    not do.
 
     Args:
         set_aside: `state -> pages` that the running rows need for their next step.
 
     Source: SGLang `preempt_to_schedule`.
     """
-    left: list[Left] = []
-    while state.waiting and state.waiting.left.priority > (lowest := _lowest_priority(state)):
-        free = _free_rows(state)
-        if len(free):
-            budget = _Budget(state, limits, set_aside(state))
-            if budget.take(_new_row(state, state.waiting.left, int(free[0]), budget)):
-                break
-        requests = state.requests
-        rows = np.nonzero((requests.serial > 0) & (requests.priority == lowest) & ~requests.to_finish)[0]
-        if not len(rows):
-            break
+    if not state.waiting:
+        return state, ()
+    head, before, left = state.waiting.left, state, list[Left]()
+    while len(rows := _less_urgent(state, head)) and not _can_start(state, head, limits, set_aside):
         state, gone = retract(state, last_to_keep(state, rows))
         left.append(gone)
-    return state, tuple(left)
+    return (state, tuple(left)) if left and _can_start(state, head, limits, set_aside) else (before, ())
 
 
-def _lowest_priority(state: SchedulerState) -> int:
-    alive = (state.requests.serial > 0) & ~state.requests.to_finish
-    return int(state.requests.priority[alive].min()) if alive.any() else 2**31
+def _less_urgent(state: SchedulerState, head: Waiting) -> np.ndarray:
+    """Rows of a lower priority that do not end anyway."""
+    requests = state.requests
+    return np.nonzero((requests.serial > 0) & (requests.priority < head.priority) & ~requests.to_finish)[0]
+
+
+def _can_start(state: SchedulerState, head: Waiting, limits: Limits, set_aside) -> bool:
+    """Whether a row, the pages, and a place in the next batch are there for a waiting request."""
+    free = _free_rows(state)
+    if not len(free):
+        return False
+    budget = _Budget(state, limits, set_aside(state))
+    for row in np.nonzero(is_filling(state.requests, state.ledger.kv_committed_len))[0].tolist():
+        start, end = int(state.ledger.kv_committed_len[row]), int(state.requests.fill_len[row])
+        if budget.cut(start, end) < end:
+            return False  # its chunks come first
+    return budget.take(_new_row(state, head, int(free[0]), budget))
 
 
 def _select(state: SchedulerState, limits: Limits, set_aside: int) -> list[_Chosen]:

