@@ -1,8 +1,10 @@
 """The `jspec` command. JAX and everything built on it is imported inside the commands, so that `--help` is quick."""
 
+import functools
 import json
 from collections.abc import Iterable
 from importlib.metadata import version
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -39,16 +41,20 @@ Draft = Annotated[
     str | None, typer.Option(help="Directory of a draft model. By default the one that comes with jspec for the model.")
 ]
 MaxNewTokens = Annotated[int, typer.Option(help="Most tokens a prompt may get.")]
+IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Decode to --max-new-tokens.")]
+PromptSets = Annotated[list[str] | None, typer.Option(help="bundled, mt-bench, humaneval or all; repeatable.")]
+Raw = Annotated[bool, typer.Option("--raw", help="Prompts as they are, not as a user's message.")]
+MaxRunning = Annotated[int, typer.Option(help="Requests decoded at the same time.")]
 
 
-def _progress(jobs: Iterable, *, total: int) -> Iterable:
-    """A bar on standard error while programs are compiled; nothing where that is not a terminal."""
+def _progress(jobs: Iterable, *, total: int, title: str = "Compiling") -> Iterable:
+    """A bar on standard error while programs are compiled, or what `title` says; nothing where that is not a terminal."""
     from rich.console import Console
     from rich.progress import track
 
     console = Console(stderr=True)
     hidden = not console.is_terminal
-    return track(jobs, "Compiling", total=total, console=console, transient=True, disable=hidden)
+    return track(jobs, title, total=total, console=console, transient=True, disable=hidden)
 
 
 def _print_version(wanted: bool) -> None:
@@ -85,7 +91,28 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="A string that ends a request's text; repeatable.")] = None,
     min_new_tokens: Annotated[int, typer.Option(help="No end before so many tokens.")] = 0,
     timeout: Annotated[float | None, typer.Option(help="Seconds after which a request ends with what it has.")] = None,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Decode to --max-new-tokens.")] = False,
+    ignore_eos: IgnoreEos = False,
+    repetition_penalty: Annotated[
+        float, typer.Option(help="Divides the logits of tokens in prompt or output; 1: off.")
+    ] = 1.0,
+    presence_penalty: Annotated[float, typer.Option(help="Taken off the logits of tokens in the output.")] = 0.0,
+    frequency_penalty: Annotated[float, typer.Option(help="The same, times their number.")] = 0.0,
+    logit_bias: Annotated[
+        list[str] | None, typer.Option(help='Added to the logit of a token: "ID=BIAS"; repeatable.')
+    ] = None,
+    bad_word: Annotated[list[str] | None, typer.Option(help="A string that may not come; repeatable.")] = None,
+    json_schema: Annotated[
+        str | None, typer.Option(help="The output is JSON of this schema: the schema, or a file of it.")
+    ] = None,
+    regex: Annotated[str | None, typer.Option(help="The output matches this regular expression.")] = None,
+    ebnf: Annotated[
+        str | None, typer.Option(help="The output follows this grammar (GBNF or Lark): the grammar, or a file of it.")
+    ] = None,
+    logprobs: Annotated[
+        int | None, typer.Option(help="With --json: log-probability of each token, and of so many of the likeliest.")
+    ] = None,
+    prompt_logprobs: Annotated[int | None, typer.Option(help="The same for the prompt's tokens.")] = None,
+    n: Annotated[int, typer.Option("--n", help="Answers to each prompt.")] = 1,
     draft: Draft = None,
     num_steps: NumSteps = None,
     topk: TopK = 1,
@@ -107,8 +134,14 @@ def generate(
     ] = "",
     context_len: Annotated[int | None, typer.Option(help="Longest prompt + output; by default what is needed.")] = None,
     page_size: PageSize = EngineConfig.page_size,
-    max_running: Annotated[int, typer.Option(help="Requests decoded at the same time.")] = EngineConfig.max_running,
+    max_running: MaxRunning = EngineConfig.max_running,
     kv_tokens: Annotated[int | None, typer.Option(help="Size of the KV pool in tokens.")] = None,
+    max_prefill_tokens: Annotated[
+        int | None, typer.Option(help="Most prompt tokens of one launch; longer prompts go in chunks.")
+    ] = None,
+    mixed_batches: Annotated[bool, typer.Option(help="Running requests ride along while others prefill.")] = True,
+    prefix_cache: Annotated[bool, typer.Option(help="Start from the longest prefix whose KV is kept.")] = True,
+    policy: Annotated[str, typer.Option(help='Who starts first: "fcfs" or "longest-prefix".')] = EngineConfig.policy,
     overlap: Annotated[bool, typer.Option(help="Launch a step before the last is settled.")] = True,
     kernels: Annotated[
         str | None,
@@ -126,14 +159,23 @@ def generate(
         ),
     ] = None,
     as_json: Json = False,
+    metrics_port: Annotated[
+        int | None, typer.Option(help="Serve Prometheus metrics at this port meanwhile; 0 takes any free one.")
+    ] = None,
+    log_level: Annotated[
+        str | None, typer.Option(help='Log on standard error: "info" each request\'s life, "debug" each launch, too.')
+    ] = None,
+    log_json: Annotated[bool, typer.Option("--log-json", help="Log one JSON object an event.")] = False,
 ) -> None:
     """Decode prompts.
 
     Exit code: 0; 1 if a request was refused or failed; 2 if an option or a file is wrong.
     """
     from jspec.cli_generate import Generation
+    from jspec.cli_logs import LogsOnStderr
 
     with usage_errors():
+        logs = LogsOnStderr(log_level, as_json=log_json)
         params = SamplingParams(
             max_new_tokens=max_new_tokens,
             temperature=temperature,
@@ -146,6 +188,17 @@ def generate(
             min_new_tokens=min_new_tokens,
             timeout_s=timeout,
             ignore_eos=ignore_eos,
+            repetition_penalty=repetition_penalty,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+            logit_bias=_logit_bias(logit_bias or []),
+            bad_words=tuple(bad_word or ()),
+            json_schema=_text_or_file(json_schema),
+            regex=regex,
+            ebnf=_text_or_file(ebnf),
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            n=n,
         )
         config = EngineConfig(
             model=model,
@@ -162,15 +215,38 @@ def generate(
             max_running=max_running,
             context_len=context_len,
             kv_tokens=kv_tokens,
+            max_prefill_tokens=max_prefill_tokens,
+            mixed_batches=mixed_batches,
+            prefix_cache=prefix_cache,
+            policy=policy,
+            structured_output=any(text is not None for text in (json_schema, regex, ebnf)),
             overlap=overlap,
             kernels=kernels,
             tensor_parallel=tensor_parallel,
             checked=checked,
+            metrics_port=metrics_port,
         )
         generation = Generation(
             prompt or [], prompt_file, chat=chat, config=config, params=params, progress=_progress, error=print_error
         )
-    raise typer.Exit(0 if generation.run(stream=stream, as_json=as_json) else 1)
+    with logs:
+        ok = generation.run(stream=stream, as_json=as_json)
+    raise typer.Exit(0 if ok else 1)
+
+
+def _logit_bias(texts: list[str]) -> dict[int, float]:
+    """`logit_bias` from "ID=BIAS" each."""
+    try:
+        return {int(token): float(bias) for token, bias in (text.split("=") for text in texts)}
+    except ValueError:
+        raise ValueError(f'logit_bias={texts!r} must read like "42=1.5": a token id, and what is added to it') from None
+
+
+def _text_or_file(given: str | None) -> str | None:
+    """What the file of that name holds, or the text itself."""
+    if given is None or len(given) > 255 or not Path(given).is_file():
+        return given
+    return Path(given).read_text()
 
 
 def _adaptive_steps(text: str) -> Any:
@@ -224,15 +300,15 @@ def bench_decode(
         ),
     ] = None,
     draft: Draft = None,
-    prompts: Annotated[list[str] | None, typer.Option(help="bundled, mt-bench, humaneval or all; repeatable.")] = None,
+    prompts: PromptSets = None,
     num_prompts: Annotated[int | None, typer.Option(help="First prompts of each set; all by default.")] = None,
     max_new_tokens: MaxNewTokens = 128,
     batch: Annotated[int, typer.Option(help="Prompts decoded at the same time.")] = 1,
     page_size: PageSize = EngineConfig.page_size,
     num_draft_tokens: DraftTokens = None,
     repeat: Annotated[int, typer.Option(help="Times each prompt is decoded.")] = 1,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Decode to --max-new-tokens.")] = False,
-    raw: Annotated[bool, typer.Option("--raw", help="Prompts as they are, not as a user's message.")] = False,
+    ignore_eos: IgnoreEos = False,
+    raw: Raw = False,
     bare: Annotated[bool, typer.Option(help="Run the bare JAX loop too (at --batch 1).")] = True,
     curve: Annotated[bool, typer.Option(help="Measure the cost of a verify by its width.")] = True,
     as_json: Json = False,
@@ -266,6 +342,79 @@ def bench_decode(
         result = run_decode(prepare(job), progress=_progress)
     _show(as_json, decode_json(result), decode_tables(result))
     raise typer.Exit(0 if result.lossless else 1)
+
+
+@bench.command("serve")
+def bench_serve(
+    model: Model = "smollm2",
+    algorithms: Annotated[
+        str,
+        typer.Option(
+            help='Comma-separated, as in "bench decode"; the first is measured with a warm prefix.',
+        ),
+    ] = "plain,ngram",
+    draft: Draft = None,
+    requests: Annotated[int, typer.Option(help="Of the trace of arrivals; 0 leaves it out.")] = 32,
+    prompts: PromptSets = None,
+    random_prompts: Annotated[
+        bool, typer.Option("--random-prompts", help="Random token ids instead of the prompt sets.")
+    ] = False,
+    max_new_tokens: MaxNewTokens = 64,
+    long_every: Annotated[int, typer.Option(help="The last of so many prompts is a long one; 0: none.")] = 4,
+    long_tokens: Annotated[int, typer.Option(help="Tokens of a long prompt, at most.")] = 800,
+    rate: Annotated[
+        float | None,
+        typer.Option(help="Requests that arrive a second; by default twice what the first algorithm can serve."),
+    ] = None,
+    max_running: MaxRunning = EngineConfig.max_running,
+    max_prefill_tokens: Annotated[int, typer.Option(help="Prompt tokens of one launch of the trace.")] = 256,
+    page_size: PageSize = EngineConfig.page_size,
+    num_draft_tokens: DraftTokens = None,
+    prefix_tokens: Annotated[int, typer.Option(help="Of the warm prefix; 0 leaves it out.")] = 2000,
+    rounds: Annotated[int, typer.Option(help="Times each measurement is made, one after another in turn.")] = 3,
+    soak: Annotated[int, typer.Option(help="Requests through a worker that computes nothing; 0 leaves it out.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of arrivals and random prompts.")] = 0,
+    ignore_eos: IgnoreEos = False,
+    raw: Raw = False,
+    as_json: Json = False,
+) -> None:
+    """An engine under traffic: prompts that come while others decode, prompts that begin alike, and (--soak) many requests.
+
+    Exit code: 1 if a text differs by more than a near tie, a KV page is lost, or memory grows.
+    """
+    from jspec.bench.serve import ServeJob, prepare, run_serve
+    from jspec.bench.serve_report import serve_json
+    from jspec.bench.tables import serve_tables
+
+    with usage_errors():
+        job = ServeJob(
+            config=EngineConfig(
+                model=model,
+                draft=draft,
+                num_draft_tokens=num_draft_tokens,
+                page_size=page_size,
+                max_running=max_running,
+                max_prefill_tokens=max_prefill_tokens,
+            ),
+            params=SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=ignore_eos),
+            algorithms=tuple(name.strip() for name in algorithms.split(",")),
+            requests=requests,
+            prompt_sets=tuple(prompts or ["bundled"]),
+            random_prompts=random_prompts,
+            chat=False if raw else None,
+            long_every=long_every,
+            long_tokens=long_tokens,
+            rate=rate,
+            rounds=rounds,
+            seed=seed,
+            prefix_tokens=prefix_tokens,
+            soak=soak,
+        )
+        result = run_serve(
+            prepare(job), progress=_progress, soaking=functools.partial(_progress, title="Serving requests")
+        )
+    _show(as_json, serve_json(result), serve_tables(result))
+    raise typer.Exit(0 if result.ok else 1)
 
 
 @app.command()

@@ -10,14 +10,15 @@ import typer
 from jspec.bench.fitting import fit_config
 from jspec.bench.prompts import FilePrompt, check_readable, encode_prompt, read_prompt_file
 from jspec.config import EngineConfig, SamplingParams
-from jspec.engine import Engine, RequestOutput
+from jspec.engine import Emission, Engine, RequestOutput
 from jspec.engine.meters import Meters
 from jspec.models.loading import load_model
-from jspec.models.tokenizer import Tokenizer, TokenStream
+from jspec.models.tokenizer import Tokenizer
 from jspec.spec_workers import check_algorithm
 
 SUMMARY_KEYS = (
     "tokens",
+    "retractions",
     "verifies",
     "accept_length",
     "tokens_per_s",
@@ -46,18 +47,22 @@ class InTurn:
         headings: of each text, by name, in order; None for no heading.
     """
 
-    def __init__(self, headings: dict[str, str | None]):
+    def __init__(self, headings: dict[tuple[str, int], str | None]):
         self._headings, self._open = headings, list(headings)
-        self._waiting: dict[str, list[str]] = {name: [] for name in headings}
-        self._closed: set[str] = set()
+        self._waiting: dict[tuple[str, int], list[str]] = {name: [] for name in headings}
+        self._closed: set[tuple[str, int]] = set()
         self._begin()
 
-    def write(self, name: str, text: str) -> None:
+    def write(self, name: tuple[str, int], text: str) -> None:
         """More of a text."""
         self._waiting[name].append(text)
         self._print()
 
-    def close(self, name: str) -> None:
+    def drop(self, name: tuple[str, int]) -> None:
+        """There will be no such text."""
+        self._open.remove(name)
+
+    def close(self, name: tuple[str, int]) -> None:
         """The text is complete."""
         self._closed.add(name)
         self._print()
@@ -77,6 +82,15 @@ class InTurn:
             typer.echo()
             self._open.pop(0)
             self._begin()
+
+
+def _answer(of: Emission | RequestOutput) -> tuple[str, int]:
+    return of.rid, of.index
+
+
+def _heading(prompt: AskedPrompt, index: int | None) -> str:
+    name = prompt.rid if index is None else f"{prompt.rid} #{index}"
+    return f"--- {name}: {' '.join(prompt.text.split())[:60]}"
 
 
 class Generation:
@@ -119,37 +133,44 @@ class Generation:
         for prompt in self._prompts:
             self._encode(prompt, chat, longest)
         able = [len(prompt.token_ids) for prompt in self._prompts if prompt.refusal is None]
-        config = fit_config(config, able, max_new_tokens=params.max_new_tokens, model_context_len=longest)
+        config = fit_config(config, able * params.n, max_new_tokens=params.max_new_tokens, model_context_len=longest)
         self._algorithm = config.algorithm
         self._engine = (
             Engine(config, target=loaded.target, tokenizer=loaded.tokenizer, progress=progress) if able else None
         )
 
     def run(self, *, stream: bool, as_json: bool) -> bool:
-        """Decodes and prints everything, in the order of the prompts; returns whether no request was refused or failed."""
+        """Decodes and prints everything, in the order of the prompts; returns whether no request was refused or failed. To be called once."""
+        if self._engine is not None and self._engine.metrics_port is not None:
+            typer.secho(f"metrics at http://localhost:{self._engine.metrics_port}/metrics", err=True, dim=True)
         headings = len(self._prompts) > 1 and not as_json
+        unable = [p for p in self._prompts if p.refusal]  # before they are asked
+        answers = [(p, i) for p in self._prompts for i in range(1 if p.refusal else self._params.n)]
+        headings |= len(answers) > 1 and not as_json
         out = InTurn(
-            {p.rid: f"--- {p.rid}: {' '.join(p.text.split())[:60]}" if headings else None for p in self._prompts}
+            {
+                (p.rid, i): _heading(p, i if self._params.n > 1 and not p.refusal else None) if headings else None
+                for p, i in answers
+            }
         )
-        streams: dict[str, TokenStream] = {}
         for prompt in self._prompts:
             if (refused := self._submit(prompt)) is not None:
+                for index in range(1, 1 if prompt in unable else self._params.n):
+                    out.drop((prompt.rid, index))
                 self._finish(out, refused, "" if not as_json else self._json(refused))
         while self._engine is not None and self._engine.has_work:
             for emission in self._engine.step():
                 text = ""
                 if stream and not as_json:
-                    decoder = streams.setdefault(
-                        emission.rid,
-                        self._tokenizer.stream(stop=self._params.stop, min_new_tokens=self._params.min_new_tokens),
-                    )
-                    text = decoder.push(emission.token_ids) + (decoder.flush() if emission.output else "")
+                    text = emission.text or ""
                 elif emission.output is not None:
                     text = self._json(emission.output) if as_json else emission.output.text or ""
                 if emission.output is None:
-                    out.write(emission.rid, text)
+                    out.write(_answer(emission), text)
                 else:
                     self._finish(out, emission.output, text)
+        if self._engine is not None:
+            self._engine.close()
         self._print_summary(as_json)
         return self._ok
 
@@ -188,14 +209,13 @@ class Generation:
         self._ok &= output.finish_reason in ("stop", "length")
         if output.error is not None:
             self._error(f"{output.rid}: {output.error}")
-        out.write(output.rid, text)
-        out.close(output.rid)
+        out.write(_answer(output), text)
+        out.close(_answer(output))
 
     def _json(self, output: RequestOutput) -> str:
         record = {**dataclasses.asdict(output), "algorithm": self._algorithm}
-        if output.error is None:
-            del record["error"]
-        return json.dumps(record)
+        unasked = [key for key in ("error", "logprobs", "prompt_logprobs") if record[key] is None]
+        return json.dumps({key: value for key, value in record.items() if key not in unasked})
 
     def _print_summary(self, as_json: bool) -> None:
         s = (self._engine or Meters()).summary()

@@ -127,6 +127,13 @@ class SamplingParams:
     """Added to the logits of tokens, after the penalties: token id -> bias."""
     bad_words: tuple[str, ...] = ()
     """Strings whose tokens the output may not hold: their last token is not chosen after the others. One string may be given as it is. Needs a tokenizer."""
+    json_schema: str | Mapping[str, Any] | None = dataclasses.field(default=None, hash=False)
+    """The output is JSON that this schema allows, then the model's end-of-sequence token. Needs `EngineConfig.structured_output`, as do the next two; a request
+    follows one of the three."""
+    regex: str | None = None
+    """The output matches this regular expression as a whole (syntax of the Rust crate `regex`, without look-around)."""
+    ebnf: str | None = None
+    """The output follows this grammar, in GBNF (as of llama.cpp) or Lark."""
     logprobs: int | None = None
     """Tell the log-probability of each emitted token, and of so many of the likeliest there. They are the model's own: before temperature, penalties and
     filters. None: none."""
@@ -172,6 +179,7 @@ class SamplingParams:
             raise ValueError(f"repetition_penalty={self.repetition_penalty} must be positive; 1 changes nothing")
         object.__setattr__(self, "logit_bias", _as_bias(self.logit_bias))
         object.__setattr__(self, "bad_words", _as_strings("bad_words", self.bad_words))
+        self._check_grammar()
         for field in ("logprobs", "prompt_logprobs"):
             if getattr(self, field) is not None:
                 _check_int(field, getattr(self, field), 0, MAX_LOGPROBS, why="0 tells of the chosen token alone")
@@ -181,6 +189,20 @@ class SamplingParams:
         object.__setattr__(self, "stop", _as_strings("stop", self.stop))
         if not isinstance(self.ignore_eos, bool):
             raise TypeError(f"ignore_eos={self.ignore_eos!r} must be a bool")
+
+    def _check_grammar(self) -> None:
+        given = [field for field in ("json_schema", "regex", "ebnf") if getattr(self, field) is not None]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} are given, but a request follows one grammar: choose one")
+        for field in given:
+            value = getattr(self, field)
+            if not isinstance(value, str) and not (field == "json_schema" and isinstance(value, Mapping)):
+                kinds = "a string or a mapping" if field == "json_schema" else "a string"
+                raise TypeError(f"{field}={value!r} must be {kinds}")
+            if not value and isinstance(value, str):
+                raise ValueError(f"{field} is empty: leave it out")
+            if self.ignore_eos:
+                raise ValueError(f"{field} needs ignore_eos=False: the end of the text is a part of what it says")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -241,6 +263,9 @@ class EngineConfig:
     """Prompt tokens that prefill programs are built for, ascending, ending with `max_prefill_tokens`. None: 64, 128, 256, ..."""
     overlap: bool = True
     """Launch the next step before the last one is settled. Off settles each step at once; the tokens are the same."""
+    structured_output: bool = False
+    """Build programs that can follow the grammars of requests (`json_schema`, `regex`, `ebnf`). They ask the host for masks where a row has a grammar, and
+    cannot be kept in the compilation cache, so start-up takes longer."""
     kernels: str | None = None
     """What runs attention, the KV write and the move of an accepted path: "xla", "pallas" (TPU) or "pallas_interpret" (any machine, slow). None:
     "pallas" on a TPU, "xla" elsewhere."""
@@ -248,6 +273,9 @@ class EngineConfig:
     """Devices that share the model: each holds a part of every layer's heads and MLP, of the vocabulary and of the KV pool. Must divide them."""
     seed: int = 0
     """Seeds the requests that bring no seed of their own."""
+    metrics_port: int | None = None
+    """TCP port at which the engine's Prometheus metrics are served, at `/metrics` on every interface, until `Engine.close`. 0: any free one, which
+    `Engine.metrics_port` tells. None: not served."""
     checked: bool = False
     """Check every invariant after every transition (`jspec.state.invariants`): for tests and for hunting a fault."""
     compilation_cache: bool = True
@@ -304,8 +332,10 @@ class EngineConfig:
         if self.kernels is not None and self.kernels not in KERNEL_BACKENDS:
             raise ValueError(f"kernels={self.kernels!r} must be one of {', '.join(KERNEL_BACKENDS)}")
         _check_int("seed", self.seed, 0, 2**32 - 1)
+        if self.metrics_port is not None:
+            _check_int("metrics_port", self.metrics_port, 0, 65535, why="0 takes any free port")
         for field in (
-            "overlap", "checked", "compilation_cache", "rejection_sampling", "mixed_batches", "prefix_cache",
+            "overlap", "structured_output", "checked", "compilation_cache", "rejection_sampling", "mixed_batches", "prefix_cache",
         ):  # fmt: skip
             if not isinstance(getattr(self, field), bool):
                 raise TypeError(f"{field}={getattr(self, field)!r} must be a bool")

@@ -16,6 +16,7 @@ from jspec.models.tiny import random_target
 from jspec.models.tiny_draft import random_draft
 
 REQUEST_KEYS = {"rid", "prompt_token_ids", "token_ids", "text", "finish_reason", "accept_lens", "lossy", "algorithm"}
+REQUEST_KEYS |= {"index", "cached_tokens", "retractions"}
 
 
 TWO_PROMPTS = ("--prompt", "abcabc", "--prompt", "xyz")
@@ -115,6 +116,33 @@ def test_each_text_is_printed_under_its_heading(models, both, options):
 def test_one_prompt_is_printed_without_heading_in_the_smallest_context(models, both):
     result = generate(models["chat"], "--prompt", "abcabc", context_len=None)
     assert result.stdout == records(both)[0][0]["text"] + "\n"
+
+
+def test_logs_are_json_on_standard_error(models, both):
+    """One object an event, each with its request's name; standard output is what it is without them, and the next command logs nothing."""
+    result = generate(models["chat"], *TWO_PROMPTS, "--json", "--log-json")
+    assert [r["token_ids"] for r in records(result)[0]] == [r["token_ids"] for r in records(both)[0]]
+    lines = [json.loads(line) for line in result.stderr.splitlines()]
+    for rid in ("r1", "r2"):
+        assert [line["event"] for line in lines if line["rid"] == rid] == ["submitted", "started", "finished"]
+    assert len(lines) == 6 and both.stderr == ""
+    debug = generate(models["chat"], *TWO_PROMPTS, "--json", "--log-json", "--log-level", "debug").stderr.splitlines()
+    modes = [json.loads(line)["mode"] for line in debug if json.loads(line)["event"] == "launched"]
+    assert modes[0] == "extend" and set(modes[1:]) == {"decode"}
+    assert generate(models["chat"], *TWO_PROMPTS, "--json").stderr == ""
+
+
+def test_logs_are_lines_of_text_without_json(models):
+    result = generate(models["chat"], "--prompt", "abcabc", "--json", "--log-level", "info")
+    assert "INFO jspec.engine: finished rid='r1' finish_reason='length' tokens=6 " in result.stderr
+    assert len(result.stderr.splitlines()) == 3
+
+
+def test_where_metrics_are_served_is_said(models):
+    result = generate(models["chat"], *TWO_PROMPTS, "--json", "--metrics-port", 0)
+    assert result.exit_code == 0 and len(records(result)[0]) == 2
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("metrics at http://localhost:") and line.endswith("/metrics")
 
 
 def test_texts_in_turn(capsys):
@@ -224,6 +252,8 @@ def test_jsonl_prompts(models, tmp_path, name):
         (["--context-len", "1"], ["context_len=1", "at least 2"]),
         (["--num-draft-tokens", "1"], ["num_draft_tokens=1", "at least 2"]),
         (["--kernels", "cuda"], ["kernels='cuda'", "xla"]),
+        (["--metrics-port", "65536"], ["metrics_port=65536", "[0, 65535]"]),
+        (["--log-level", "loud"], ["log_level='loud'", "debug, info"]),
         (["--algorithm", "eagle9"], ["algorithm='eagle9'", "ngram"]),
         (["--algorithm", "eagle3"], ["draft=None", "jspec train"]),
         (["--algorithm", "eagle3", "--draft", "no/such/draft"], ["draft='no/such/draft'"]),
@@ -340,3 +370,51 @@ def test_demo(models):
     assert "identical output: yes" in result.stdout
     for figure in ("tokens/s", "accept length", "verifies", "exposed host time", "run-ahead"):
         assert figure in result.stdout
+
+
+def test_what_a_request_may_ask_of_its_tokens(models):
+    """Each option reaches the engine: it changes the output, or is told in the record."""
+    plainly, _ = records(generate(models["chat"], *TWO_PROMPTS, "--json"))
+    token = plainly[0]["token_ids"][0]
+    for options in (["--logit-bias", f"{token}=-100"], ["--repetition-penalty", "5"], ["--presence-penalty", "50"]):
+        found, _ = records(generate(models["chat"], *TWO_PROMPTS, "--json", *options))
+        assert [r["token_ids"] for r in found] != [r["token_ids"] for r in plainly], options
+    found, _ = records(generate(models["chat"], *TWO_PROMPTS, "--json", "--logprobs", "2", "--prompt-logprobs", "0"))
+    for record in found:
+        assert [x["token_id"] for x in record["logprobs"]] == record["token_ids"]
+        assert all(len(x["top"]) == 2 for x in record["logprobs"])
+        assert record["prompt_logprobs"][0] is None and len(record["prompt_logprobs"]) == len(
+            record["prompt_token_ids"]
+        )
+
+
+def test_several_answers_in_order(models):
+    result = generate(models["chat"], *TWO_PROMPTS, "--n", "2", "--temperature", "1", "--seed", "3")
+    headings = [line.split(":")[0] for line in result.stdout.splitlines() if line.startswith("---")]
+    assert headings == ["--- r1 #0", "--- r1 #1", "--- r2 #0", "--- r2 #1"]
+    found, summary = records(generate(models["chat"], *TWO_PROMPTS, "--n", "2", "--temperature", "1", "--json"))
+    assert [(r["rid"], r["index"]) for r in found] == [("r1", 0), ("r1", 1), ("r2", 0), ("r2", 1)]
+    assert summary["tokens"] == 24
+
+
+def test_chunks_and_shared_prefixes_change_no_text(models):
+    plainly, _ = records(generate(models["chat"], *TWO_PROMPTS, "--json"))
+    options = ["--max-prefill-tokens", "8", "--page-size", "4", "--no-mixed-batches", "--policy", "longest-prefix"]
+    found, _ = records(generate(models["chat"], *TWO_PROMPTS, "--json", *options))
+    assert [r["token_ids"] for r in found] == [r["token_ids"] for r in plainly]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--logit-bias", "a=b"], "logit_bias=['a=b'] must read like"),
+        (["--policy", "best"], "policy='best' must be one of fcfs, longest-prefix"),
+        (["--regex", "[", "--ebnf", "x"], "ebnf and regex are given"),
+        (["--n", "0"], "n=0 must lie in [1, 128]"),
+        (["--max-prefill-tokens", "3", "--page-size", "4"], "max_prefill_tokens=3 must be at least 4"),
+    ],
+)
+def test_wrong_options_say_what_is_wrong(models, options, message):
+    result = generate(models["chat"], "--prompt", "abc", *options)
+    assert result.exit_code == 2
+    assert message.replace("ebnf and regex", "regex and ebnf") in " ".join(result.stderr.split())

@@ -6,7 +6,15 @@ import re
 import numpy as np
 import pytest
 
-from jspec.config import KERNEL_BACKENDS, MAX_PAGE_SIZE, POLICIES, EngineConfig, SamplingParams
+from jspec.config import (
+    KERNEL_BACKENDS,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_PAGE_SIZE,
+    POLICIES,
+    EngineConfig,
+    SamplingParams,
+)
 
 INF, NAN = float("inf"), float("nan")
 
@@ -27,6 +35,24 @@ BAD_SAMPLING = [
     ("top_p", TypeError, ["1", None, True]),
     ("min_p", ValueError, [-0.01, 1.01, NAN, INF]),
     ("min_p", TypeError, ["0", None, False]),
+    ("repetition_penalty", ValueError, [0, 0.0, -1, -0.5, INF, -INF, NAN]),
+    ("repetition_penalty", TypeError, ["1", None, True, 1j]),
+    ("presence_penalty", ValueError, [INF, -INF, NAN]),
+    ("presence_penalty", TypeError, ["0", None, False, 1j]),
+    ("frequency_penalty", ValueError, [INF, -INF, NAN]),
+    ("frequency_penalty", TypeError, ["0", None, False, 1j]),
+    ("logit_bias", TypeError, [None, 3, "3", b"3", [(3, 1.0)], ((3, 1.0),), {3}]),
+    ("bad_words", ValueError, ["", ("a", "")]),
+    ("bad_words", TypeError, [3, None, (3,), ["a", None], b"a", {"a": 1, 2: 3}]),
+    ("json_schema", TypeError, [3, True, ["a"], b"{}", ("a", "b")]),
+    ("regex", TypeError, [3, True, ["a"], b"a", {"a": 1}, re.compile("a")]),
+    ("ebnf", TypeError, [3, True, ["a"], b"a", {"a": 1}]),
+    ("logprobs", ValueError, [-1, MAX_LOGPROBS + 1]),
+    ("logprobs", TypeError, [1.0, "3", True, False]),
+    ("prompt_logprobs", ValueError, [-1, MAX_LOGPROBS + 1]),
+    ("prompt_logprobs", TypeError, [1.0, "3", True, False]),
+    ("n", ValueError, [0, -1, 129]),
+    ("n", TypeError, [None, 1.0, "2", True]),
     ("seed", ValueError, [-1, 2**32]),
     ("seed", TypeError, [1.0, "7", True]),
     ("stop_token_ids", TypeError, [3, "3", "", (1.5,), ("2",), (True,), (None,), None, 2.5]),
@@ -44,6 +70,20 @@ GOOD_SAMPLING = [
     ("top_k", [0, 1, 2**31 - 1, np.int64(3)]),
     ("top_p", [1, 1.0, 1e-9, np.float32(0.5)]),
     ("min_p", [0, 0.0, 1, 1.0]),
+    ("repetition_penalty", [1, 1.0, 1e-6, 0.5, 100, np.float32(1.2)]),
+    ("presence_penalty", [0, 0.0, -2, 2.5, np.float32(-0.5)]),
+    ("frequency_penalty", [0, 0.0, -2, 2.5, np.float32(-0.5)]),
+    (
+        "logit_bias",
+        [{}, {0: 1}, {2**31 - 1: -100.0, 5: 0}, {np.int32(3): np.float32(0.5)}, dict.fromkeys(range(64), 1.0)],
+    ),
+    ("bad_words", [(), ["a", "b c"], ("\n\n", " "), ("a", "a")]),
+    ("json_schema", [None, "{}", {}, {"type": "object"}]),
+    ("regex", [None, "[a-f]+", "("]),  # whether it can be followed is for the engine to say
+    ("ebnf", [None, 'root ::= "a"', "("]),
+    ("logprobs", [None, 0, 1, MAX_LOGPROBS, np.int32(5)]),
+    ("prompt_logprobs", [None, 0, 1, MAX_LOGPROBS, np.int32(5)]),
+    ("n", [1, 2, 128, np.int32(3)]),
     ("seed", [None, 0, 2**32 - 1, np.uint32(7)]),
     ("stop_token_ids", [(), [], [0], (5, 5), range(3), np.array([4, 2])]),
     ("priority", [0, 5, -3, 2**31 - 1, -(2**31), np.int64(7)]),
@@ -78,6 +118,8 @@ BAD_ENGINE = [
     ("kv_memory_bytes", TypeError, [1e9, "1G", False]),
     ("max_prefill_tokens", ValueError, [0, -1]),
     ("max_prefill_tokens", TypeError, [1.5, "2", True]),
+    ("metrics_port", ValueError, [-1, 65536]),
+    ("metrics_port", TypeError, [8000.0, "8000", True]),
     ("mixed_batches", TypeError, [1, 0, None, "on"]),
     ("prefix_cache", TypeError, [1, 0, None, "on"]),
     ("policy", ValueError, ["", "lru", "FCFS", "longest_prefix", None, 3, ("fcfs",)]),
@@ -88,6 +130,7 @@ BAD_ENGINE = [
     ("prefill_buckets", ValueError, [(), (0, 64), (128, 64), (64, 64)]),
     ("prefill_buckets", TypeError, [(64.0,), ("64",), (True,), 64, "64"]),
     ("overlap", TypeError, [1, 0, None, "on"]),
+    ("structured_output", TypeError, [1, 0, None, "on"]),
     ("kernels", ValueError, ["cuda", "", "XLA"]),
     ("tensor_parallel", ValueError, [0, -2]),
     ("tensor_parallel", TypeError, [1.0, "2", None, True]),
@@ -113,6 +156,7 @@ GOOD_ENGINE = [
     ("kv_tokens", [None, 1]),
     ("kv_memory_bytes", [None, 1, 2**40]),
     ("max_prefill_tokens", [None, 1]),
+    ("metrics_port", [None, 0, 65535, np.int32(9100)]),
     ("mixed_batches", [True, False]),
     ("prefix_cache", [True, False]),
     ("policy", POLICIES),
@@ -120,6 +164,7 @@ GOOD_ENGINE = [
     ("batch_buckets", [None, (8,), (1, 2, 8), [3, 8]]),
     ("prefill_buckets", [None, (64,), (16, 100), [16, 100]]),
     ("overlap", [True, False]),
+    ("structured_output", [True, False]),
     ("kernels", KERNEL_BACKENDS),
     ("tensor_parallel", [1, 2, np.int32(8)]),
     ("seed", [0, 2**32 - 1]),
@@ -162,7 +207,7 @@ def test_bad_engine(field, error, value):
 @pytest.mark.parametrize(("field", "value"), flat(GOOD_SAMPLING))
 def test_good_sampling(field, value):
     got = getattr(SamplingParams(**{field: value}), field)
-    assert got == (tuple(value) if field in ("stop_token_ids", "stop") else value)
+    assert got == (tuple(value) if field in ("stop_token_ids", "stop", "bad_words") else value)
     assert not isinstance(got, list)
 
 
@@ -170,6 +215,58 @@ def test_good_sampling(field, value):
 def test_good_engine(field, value):
     got = getattr(EngineConfig(**{field: value}), field)
     assert got == (tuple(value) if isinstance(value, list) else value)
+
+
+@pytest.mark.parametrize("field", ["stop", "bad_words"])
+def test_one_string_may_be_given_as_it_is(field):
+    """It is one string, not a sequence of letters."""
+    assert getattr(SamplingParams(**{field: "ab"}), field) == ("ab",)
+
+
+@pytest.mark.parametrize("field", ["json_schema", "regex", "ebnf"])
+def test_a_grammar_that_is_none(field):
+    """An empty text, or one beside another; and one whose text could not end."""
+    with pytest.raises(ValueError, match=f"^{field} is empty: leave it out$"):
+        SamplingParams(**{field: ""})
+    with pytest.raises(ValueError, match=f"^{field} needs ignore_eos=False"):
+        SamplingParams(**{field: "x"}, ignore_eos=True)
+    for other in {"json_schema", "regex", "ebnf"} - {field}:
+        names = " and ".join(name for name in ("json_schema", "regex", "ebnf") if name in (field, other))
+        with pytest.raises(ValueError, match=f"^{names} are given, but a request follows one grammar: choose one"):
+            SamplingParams(**{field: "x", other: "y"})
+
+
+@pytest.mark.parametrize(
+    ("bias", "error", "words"),
+    [
+        ({-1: 1.0}, ValueError, "logit_bias's token id=-1 must lie in [0, 2147483647]"),
+        ({2**31: 1.0}, ValueError, "logit_bias's token id=2147483648 must lie in"),
+        ({4: 1.0, 1.0: 1.0}, TypeError, "logit_bias's token id=1.0 must be an integer, got float"),
+        ({"3": 1.0}, TypeError, "logit_bias's token id='3' must be an integer, got str"),
+        ({True: 1.0}, TypeError, "logit_bias's token id=True must be an integer, got bool"),
+        ({3: NAN}, ValueError, "logit_bias[3]=nan must be finite"),
+        ({4: 0, 3: -INF}, ValueError, "logit_bias[3]=-inf must be finite"),
+        ({3: "1"}, TypeError, "logit_bias[3]='1' must be a number, got str"),
+        ({3: None}, TypeError, "logit_bias[3]=None must be a number"),
+        ({3: True}, TypeError, "logit_bias[3]=True must be a number, got bool"),
+        (dict.fromkeys(range(MAX_LOGIT_BIAS + 1), 0.0), ValueError, "logit_bias has 65 entries, at most 64 are kept"),
+    ],
+)
+def test_a_bad_entry_of_a_bias(bias, error, words):
+    """The message names the token, and what is wrong with it or its number."""
+    with pytest.raises(error) as caught:
+        SamplingParams(logit_bias=bias)
+    assert type(caught.value) is error and words in str(caught.value)
+
+
+def test_a_bias_is_the_values_own():
+    """What the caller does to the mapping later changes no request; two values with other biases are not equal, and hash all the same."""
+    bias = {3: 1.0}
+    value = SamplingParams(logit_bias=bias)
+    bias[3], bias[4] = 2.0, 5.0
+    assert value.logit_bias == {3: 1.0}
+    other = SamplingParams(logit_bias=bias)
+    assert value != other and {value, other, SamplingParams(logit_bias={3: 1.0})} == {value, other}
 
 
 def test_two_sizes_of_the_pool_are_one_too_many():

@@ -29,8 +29,8 @@ KERNELS_NEED = {"jax", "numpy"}
 """Beside the standard library, all that `pallas_kernels` may use."""
 
 SHARED_BY_WORKERS = {
-    *("__init__", "accept", "base", "chain", "draft_sampling", "eagle_sizes"),
-    *("featured", "forward", "run_if", "sampling", "tree", "upload"),
+    *("__init__", "accept", "adjust", "base", "chain", "draft_sampling", "eagle_sizes"),
+    *("featured", "forward", "logprobs", "prompt", "run_if", "sampling", "tree", "upload"),
 }
 """Every other file of `spec_workers` is a worker, and no worker imports another. A new file that workers share is named here."""
 
@@ -134,6 +134,9 @@ def test_the_walk_sees_the_package():
         ("jspec.spec_workers.ngram", "from . import plain", "jspec.spec_workers.plain"),
         ("jspec.spec_workers.ngram", "from jspec.scheduler.reserve import reserve", "jspec.scheduler.reserve"),
         ("jspec.spec_workers.accept", "from jspec.spec_workers.ngram import lookup", "jspec.spec_workers.ngram"),
+        ("jspec.spec_workers.adjust", "from .ngram import lookup", "jspec.spec_workers.ngram"),
+        ("jspec.spec_workers.logprobs", "from jspec.engine.logprobs import TokenLogprob", "jspec.engine.logprobs"),
+        ("jspec.spec_workers.prompt", "import jspec.scheduler.retract", "jspec.scheduler.retract"),
         ("jspec.spec_workers.plain", "from jspec.engine import Engine", "jspec.engine"),
     ],
 )

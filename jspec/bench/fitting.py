@@ -27,7 +27,8 @@ def fit_config(
     """
     context_len = config.context_len or smallest_context(prompt_lens, max_new_tokens, model_context_len)
     max_running = max(1, min(config.max_running, len(prompt_lens)))
-    one_prefill = (context_len,) if context_len <= ONE_PREFILL_TOKENS else None
+    longest = config.max_prefill_tokens or context_len
+    one_prefill = (longest,) if longest <= ONE_PREFILL_TOKENS else None
     return dataclasses.replace(
         config,
         context_len=context_len,

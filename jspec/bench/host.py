@@ -65,6 +65,7 @@ def _start(rows: int, context_len: int, page_size: int, num_iterations: int, pro
         context_len=context_len,
         batch_buckets=(rows,),
         prefill_buckets=(min(context_len, 2048),),
+        mixed_batches=False,  # so that nobody decodes before all are prefilled
     )
     worker = stub_worker(verify_width=VERIFY_WIDTH, accept_len=ACCEPT_LEN)
     engine = Engine(config, target=stub_target(context_len), worker=worker, progress=progress)

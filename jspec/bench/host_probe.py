@@ -27,8 +27,8 @@ class Iteration(NamedTuple):
 class PartMeters(Meters):
     """`Meters` that keep every decode iteration that launched one step and settled another."""
 
-    def __init__(self):
-        super().__init__()
+    def __init__(self, engine: Engine):
+        super().__init__(engine.worker.output_stride)
         self.kept: list[Iteration] = []
         self._chosen: float | None = None
         self._dispatched: float | None = None
@@ -72,7 +72,7 @@ class _Watched:
 @contextlib.contextmanager
 def timed_parts(engine: Engine) -> Iterator[PartMeters]:
     """Times the engine's iterations by part, while in the context."""
-    meters = PartMeters()
+    meters = PartMeters(engine)
 
     def found(key, program: Program) -> Program:
         meters.program_chosen()

@@ -1,16 +1,26 @@
 """Tables for people: one column a contender, one row a figure, so that they stay readable in 80 columns."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from jspec.bench.decode_compare import NEAR_TIE
+from jspec.bench.decode_compare import NEAR_TIE, Difference
 from jspec.bench.decode_curve import VerifyCost
 from jspec.bench.decode_report import BARE, PLAIN, Contender, DecodeBench
 from jspec.bench.host import HostCost
+from jspec.bench.serve_report import (
+    WARM_GOAL,
+    ServeBench,
+    ServeContender,
+    ServeTrace,
+    Spread,
+    WarmPrefix,
+    contender_name,
+)
+from jspec.bench.soak import SoakReport
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -35,7 +45,15 @@ def _number(value: float | None, digits: int = 1, unit: str = "") -> str:
     return "-" if value is None else f"{value:.{digits}f}{unit}"
 
 
-def _identical(contender: Contender) -> str:
+def _spread(value: Spread | None, digits: int = 1, unit: str = "") -> str:
+    """The median, then the lowest and the highest of the rounds, where they differ."""
+    if value is None:
+        return "-"
+    low, median, high = (f"{v:.{digits}f}" for v in (value.low, value.median, value.high))
+    return f"{median}{unit}" if low == high else f"{median}{unit} ({low}-{high})"
+
+
+def _identical(contender: Contender | ServeContender) -> str:
     """ "yes", or how many outputs are not what plain decoding gave."""
     different = contender.outputs - contender.identical
     if not different:
@@ -81,9 +99,9 @@ SPEED_NOTE = (
 )
 
 
-def _differences(bench: DecodeBench) -> list[Text]:
+def _differences(differences: Mapping[str, Sequence[Difference]]) -> list[Text]:
     lines = []
-    for algorithm, found in bench.differences.items():
+    for algorithm, found in differences.items():
         for d in found:
             gap = "no gap to measure" if d.logit_gap is None else f"logit gap {d.logit_gap:.2e}"
             kind = f"near tie, gap <= {NEAR_TIE:g}" if d.near_tie else "a real difference"
@@ -107,7 +125,7 @@ def decode_tables(bench: DecodeBench) -> RenderableType:
     title = (
         f"{bench.model}, greedy, batch {bench.batch}, up to {bench.max_new_tokens} tokens, {bench.repeat} time(s) each"
     )
-    parts: list[RenderableType] = [speed_table(title, bench.contenders, goals=True), *_differences(bench)]
+    parts: list[RenderableType] = [speed_table(title, bench.contenders, goals=True), *_differences(bench.differences)]
     by_name = {c.algorithm: c for c in bench.contenders}
     if BARE in by_name and by_name[BARE].tokens_per_s:
         ratio = by_name[PLAIN].tokens_per_s / by_name[BARE].tokens_per_s
@@ -152,3 +170,92 @@ def host_tables(costs: Sequence[HostCost]) -> RenderableType:
         "Host time: wall time of Engine.step without the wait for the device, dispatch included. Parts are medians."
     )
     return Group(time, note, Text(), traffic, Text(verdict, style="" if same else "bold red"))
+
+
+def _trace_parts(trace: ServeTrace) -> list[RenderableType]:
+    lens, contenders = trace.prompt_tokens, trace.contenders
+    title = (
+        f"{trace.model}, greedy, {trace.requests} requests of {min(lens)} to {max(lens)} prompt tokens, up to {trace.max_new_tokens} new ones, "
+        f"{trace.max_running} at a time, chunks of {trace.max_prefill_tokens}, {trace.rounds} round(s)"
+    )
+    table = _table(title, [contender_name(c.algorithm, c.mixed).replace(", ", "\n") for c in contenders])
+    table.add_row("tokens/s", *(_spread(c.tokens_per_s) for c in contenders))
+    table.add_row("  over separate prefill", *(_spread(c.speedup, 2, "x") for c in contenders))
+    table.add_row("ms to first token, p50", *(_spread(c.first_token_p50_ms, 0) for c in contenders))
+    table.add_row("  p95", *(_spread(c.first_token_p95_ms, 0) for c in contenders))
+    table.add_row("ms between tokens, p50", *(_spread(c.between_tokens_p50_ms) for c in contenders))
+    table.add_row("  p95", *(_spread(c.between_tokens_p95_ms) for c in contenders))
+    table.add_row("accept length", *(_number(c.accept_length or None, 2) for c in contenders))
+    for field, label in (("prefill", "launches: prefill"), ("mixed", "  mixed"), ("decode", "  decode")):
+        table.add_row(label, *(str(getattr(c.launches, field)) for c in contenders))
+    table.add_row("chunks before a prompt's last", *(str(c.launches.chunks) for c in contenders))
+    table.add_row("retractions", *(str(c.retractions) for c in contenders))
+    table.add_row("compiles after warm-up", *(str(c.compiles_after_warmup) for c in contenders))
+    table.add_row("identical output", *(_identical(c) for c in contenders))
+    how = (
+        "as given"
+        if trace.arrivals_given
+        else "twice what the first contender serves with all requests there from the start"
+    )
+    return [
+        table,
+        *_differences(trace.differences),
+        *(_note(f"prompts: {line}") for line in trace.prompts),
+        _note(f"arrivals: {trace.arrivals_per_s:.3g} a second, exponential gaps, the same for all ({how})"),
+        _note(
+            "Median of the rounds (lowest-highest). tokens/s: from the first arrival to the last token. To first token: from arrival. Between tokens: tokens "
+            "that come together share the time since those before. Launches and chunks: of all rounds. The prefix cache is off here."
+        ),
+    ]
+
+
+def _prefix_parts(prefix: WarmPrefix) -> list[RenderableType]:
+    title = f"A prefix of {prefix.prefix_tokens} tokens that an earlier request had: {prefix.algorithm}, prompts of {prefix.prompt_tokens}, {prefix.rounds} round(s)"
+    table = _table(title, [*(turn.name for turn in prefix.turns), "goal"])
+    table.add_row("ms to first token", *(_spread(turn.first_token_ms) for turn in prefix.turns), "")
+    table.add_row(
+        "times sooner than cold", *(_spread(turn.speedup, 2, "x") for turn in prefix.turns), f">= {WARM_GOAL:g}x"
+    )
+    cached = [", ".join(str(n) for n in sorted(set(turn.cached_tokens))) for turn in prefix.turns]
+    table.add_row(f"cached tokens (pages of {prefix.page_size})", *cached, "")
+    same = "yes" if not prefix.differences else f"no: {len(prefix.differences)} of {prefix.rounds}"
+    table.add_row("output of the cold one", "", same, "", "yes")
+    notes = [_note(prefix.note)] if prefix.note else []
+    return [table, *_differences({"the same again": prefix.differences}), *notes]
+
+
+def _soak_parts(soak: SoakReport) -> list[RenderableType]:
+    launches, pages, mib = soak.launches, soak.pages, 2**20
+    table = _table(f"{soak.requests} requests in one process, over a worker that computes nothing", [""])
+    table.show_header = False
+    for label, cell in (
+        ("requests/s", _number(soak.requests_per_s)),
+        ("seconds", _number(soak.seconds)),
+        ("ended", ", ".join(f"{count} by {name}" for name, count in soak.ended.items())),
+        ("tokens", str(soak.tokens)),
+        ("launches", f"{launches.prefill} prefill, {launches.mixed} mixed, {launches.decode} decode"),
+        ("chunks before a prompt's last", str(launches.chunks)),
+        ("retractions", str(soak.retractions)),
+        ("pages evicted from the cache", str(soak.evicted_pages)),
+        ("prompt tokens found in it", str(soak.cached_tokens)),
+        ("pages at the end", f"{pages.free} free + {pages.cached} cached of {pages.total}, {pages.locked} locked"),
+        ("pages lost", str(pages.lost)),
+        ("memory at a tenth", f"{soak.memory_bytes_at_tenth / mib:.1f} MiB"),
+        ("memory at the end", f"{soak.memory_bytes_at_end / mib:.1f} MiB"),
+        ("  may grow by", f"{soak.memory_growth_allowed_bytes / mib:.1f} MiB"),
+    ):
+        table.add_row(label, cell)
+    verdict = [Text(fault, style="bold red") for fault in soak.faults]
+    return [table, *(verdict or [Text("Nothing lost, nothing grows.")])]
+
+
+def serve_tables(bench: ServeBench) -> RenderableType:
+    """All that `jspec bench serve` prints."""
+    parts: list[RenderableType] = []
+    for made in (
+        _trace_parts(bench.trace) if bench.trace is not None else [],
+        _prefix_parts(bench.prefix) if bench.prefix is not None else [],
+        _soak_parts(bench.soak) if bench.soak is not None else [],
+    ):
+        parts += [Text(), *made] if parts and made else made
+    return Group(*parts)

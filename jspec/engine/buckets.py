@@ -11,12 +11,12 @@ SMALLEST_TABLE_TOKENS = 256
 SMALLEST_PREFILL_TOKENS = 64
 
 
-def _doubling(first: int, last: int) -> tuple[int, ...]:
-    """`first`, `2 first`, ... and `last`, ascending."""
+def _rising(first: int, last: int, *, factor: int = 2) -> tuple[int, ...]:
+    """`first`, `factor * first`, ... and `last`, ascending."""
     sizes = []
     while first < last:
         sizes.append(first)
-        first *= 2
+        first *= factor
     return (*sizes, last)
 
 
@@ -48,7 +48,7 @@ def make_buckets(config: EngineConfig, limits: Limits, *, pages_per_row: int) ->
         raise ValueError(
             f"prefill_buckets={config.prefill_buckets} must end with max_prefill_tokens={most}: one batch may prefill that many"
         )
-    tokens = config.prefill_buckets or _doubling(min(SMALLEST_PREFILL_TOKENS, most), most)
+    tokens = config.prefill_buckets or _rising(min(SMALLEST_PREFILL_TOKENS, most), most)
     new_pages = max_new_pages(alloc_len=limits.alloc_len, depth=limits.depth, page_size=config.page_size)
     prefill = [
         ExtendSizes(
@@ -63,8 +63,9 @@ def make_buckets(config: EngineConfig, limits: Limits, *, pages_per_row: int) ->
         for size in tokens
     ]
     return Buckets(
-        batch=config.batch_buckets or _doubling(1, config.max_running),
-        table_width=_doubling(min(-(-SMALLEST_TABLE_TOKENS // config.page_size), pages_per_row), pages_per_row),
+        batch=config.batch_buckets or _rising(1, config.max_running),
+        # Attention costs what the lengths say, not the width: what a narrower table saves is small, so there are few widths.
+        table_width=_rising(min(-(-SMALLEST_TABLE_TOKENS // config.page_size), pages_per_row), pages_per_row, factor=4),
         prefill=tuple(prefill),
     )
 

@@ -3,19 +3,24 @@
 import dataclasses
 import heapq
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+from prometheus_client import CollectorRegistry
 
 from jspec.config import EngineConfig, SamplingParams
+from jspec.engine import events
 from jspec.engine.adaptive import after_settle, depth_of
 from jspec.engine.admission import Prompt, bad_word_tokens, check_chunks, check_request, new_token_ratios, tokenize
 from jspec.engine.buckets import fit, make_buckets
 from jspec.engine.extend_upload import extend_upload
+from jspec.engine.grammars import Grammars, check_grammar_use, grammar_of
 from jspec.engine.logprobs import read_logprobs
 from jspec.engine.logs import Request, TokenLogs
 from jspec.engine.meters import Meters
+from jspec.engine.metrics import MetricsServer, make_registry
 from jspec.engine.outputs import ERRORS, FINISH_NAMES, Emission, Emissions, RequestOutput, Summary
 from jspec.engine.pool import num_kv_pages
 from jspec.engine.programs import DecodeKey, Programs, use_compilation_cache
@@ -142,9 +147,15 @@ class Engine:
             pages_per_row=pages_per_row,
             page_size=config.page_size,
         )
+        self._grammars = None
+        if config.structured_output:
+            self._grammars = Grammars(
+                check_grammar_use(tokenizer, facts), vocab_size=facts.vocab_size, eos_token_ids=facts.eos_token_ids
+            )
         self._rules = DepthRules(slots=config.adaptive_steps)
         depths = initial_depths(self._rules, worker.depths[-1])
-        self._loop = Loop(state, replicate(worker.init(sizes), target.mesh), (), (), (), depths)
+        device = dataclasses.replace(worker.init(sizes), masks=self._grammars)
+        self._loop = Loop(state, replicate(device, target.mesh), (), (), (), depths)
         self._buckets = make_buckets(config, self.limits, pages_per_row=pages_per_row)
         pages = max_new_pages(alloc_len=worker.alloc_len, depth=self.limits.depth, page_size=config.page_size)
         self._programs = Programs(
@@ -163,7 +174,10 @@ class Engine:
         self._request_by_row = np.full(sizes.num_rows, None, object)
         self._num_asking = 0  # requests that want log-probabilities
         self._num_submitted = 0
-        self._meters = Meters()
+        self._meters = Meters(worker.output_stride)
+        self._metrics = make_registry(weakref.WeakMethod(self._observed))
+        port = config.metrics_port
+        self._metrics_server = MetricsServer(self._metrics, port) if port is not None else None
         self._undelivered: list[Emission] = []
 
     # --- what a caller asks of the engine --------------------------------------------------------------------------
@@ -187,6 +201,31 @@ class Engine:
         """Counters and times since the engine was built, or since `reset_summary`."""
         return self._meters.summary()
 
+    @property
+    def metrics(self) -> CollectorRegistry:
+        """Prometheus metrics of this engine, read when they are collected; see `jspec.engine.metrics`."""
+        return self._metrics
+
+    @property
+    def metrics_port(self) -> int | None:
+        """Where they are served; None: nowhere."""
+        return None if self._metrics_server is None else self._metrics_server.port
+
+    def close(self) -> None:
+        """Stops serving metrics. Requests stay as they are; asking twice is harmless."""
+        if self._metrics_server is not None:
+            self._metrics_server.close()
+            self._metrics_server = None
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def _observed(self) -> tuple[SchedulerState, Meters]:
+        return self._loop.state, self._meters
+
     def reset_summary(self) -> None:
         """Starts the counters of `summary` anew."""
         self._meters.reset()
@@ -205,7 +244,14 @@ class Engine:
         Raises:
             TypeError, ValueError: the request cannot run: field, value, rule. Nothing has changed, for anybody.
         """
-        params = params or SamplingParams()
+        try:
+            return self._queue(prompt, params or SamplingParams(), rid)
+        except (TypeError, ValueError) as error:
+            self._meters.refused()
+            events.refused(rid, error)
+            raise
+
+    def _queue(self, prompt: Prompt, params: SamplingParams, rid: str | None) -> str:
         tokens = tokenize(prompt, self.tokenizer)
         if params.stop and self.tokenizer is None:
             raise ValueError(f"stop={params.stop} needs a tokenizer: give the engine one, or stop_token_ids")
@@ -225,6 +271,13 @@ class Engine:
             raise ValueError(
                 f"rid={rid!r} already names a request that waits or runs: choose another, or let the engine choose"
             )
+        if (asked := grammar_of(params)) is not None:
+            if self._grammars is None:
+                raise ValueError(
+                    f"{asked[0]} needs EngineConfig.structured_output=True: this engine's programs cannot follow grammars"
+                )
+            for serial in range(first, first + params.n):
+                self._grammars.open(serial, params)
         # A prompt whose log-probabilities are wanted is computed whole.
         shares = self.config.prefix_cache and params.prompt_logprobs is None
         stops, keys = self._stop_ids(params), self._page_keys(tokens) if shares else ()
@@ -250,7 +303,8 @@ class Engine:
                 self._text_stops.watch(request)
             if params.timeout_s is not None:
                 heapq.heappush(self._deadlines, (time.monotonic() + params.timeout_s, serial))
-            self._meters.requests += 1
+            self._meters.submitted(request)
+            events.submitted(request, max_new_tokens=max_new_tokens)
         self._num_submitted += params.n
         self._serials_by_rid[rid] = [*range(first, first + params.n)]
         self._check_state()
@@ -356,6 +410,7 @@ class Engine:
             previous_running=previous is not None and not previous.is_ready(),
             chained=batch.expected_iter.max() == batch.forward_iter - 1,
         )
+        events.launched(batch)
         loop = Loop(
             state,
             device,
@@ -408,6 +463,8 @@ class Engine:
                 request.row = row
                 self._request_by_row[row] = request
                 self._logs.open(row, request)
+                self._meters.started(request)
+                events.started(request, row, cached_tokens=start)
         sizes = self._buckets.extend(int(batch.extend_lens.sum()), tails=batch.tails is not None)
         return self._programs[sizes], extend_upload(batch, requests, sizes, seed_of=self._seed)
 
@@ -439,7 +496,8 @@ class Engine:
         request.row = 0
         if gone.reason is FinishReason.NONE:
             request.retractions += 1
-            self._meters.retractions += 1
+            self._meters.retracted()
+            events.retracted(request, gone)
         else:
             self._end_off_row(gone.serial, gone.reason)
 
@@ -466,11 +524,7 @@ class Engine:
             output = self._logs.output(row, length)
             reason = FinishReason(int(settled.finish_reason[i]))
             outputs[i] = self._forget(requests[i], output, self._logs.accept_lens(row), reason)
-        self._meters.settled(
-            decode=launched.forward_mode is ForwardMode.DECODE,
-            num_rows=int(settled.live.sum()),
-            num_tokens=int(settled.num_visible.sum()),
-        )
+        self._meters.settled(launched, settled, requests)
 
         def so_far(i: int) -> list[int]:
             return self._logs.output(int(launched.rows[i]), int(settled.start[i] + settled.num_visible[i]))
@@ -508,26 +562,34 @@ class Engine:
         del self._requests[request.serial]
         self._text_stops.forget(request.serial)
         self._num_asking -= _asks(request.params)
+        failed = None if self._grammars is None else self._grammars.close(request.serial)
         self._serials_by_rid[request.rid].remove(request.serial)
         if not self._serials_by_rid[request.rid]:
             del self._serials_by_rid[request.rid]
         if request.text is not None:
             request.text.catch_up(token_ids, ended=True)
-        return RequestOutput(
+        output = RequestOutput(
             rid=request.rid,
             index=request.index,
             prompt_token_ids=request.prompt.tolist(),
             token_ids=token_ids,
             text=None if request.text is None else request.text.whole(),
-            finish_reason="timeout" if request.is_late and reason is FinishReason.ABORT else FINISH_NAMES[reason],
+            finish_reason="timeout"
+            if request.is_late and reason is FinishReason.ABORT
+            else "error"
+            if failed is not None
+            else FINISH_NAMES[reason],
             accept_lens=accept_lens,
             logprobs=request.logprobs,
             prompt_logprobs=request.prompt_logprobs,
             cached_tokens=request.cached_tokens,
             retractions=request.retractions,
             lossy=self.worker.lossy and request.params.temperature > 0,
-            error=ERRORS.get(reason),
+            error=ERRORS.get(reason) if failed is None else f"the grammar could not be followed: {failed}",
         )
+        self._meters.ended(request, output)
+        events.finished(request, output)
+        return output
 
     def _text_of(self, params: SamplingParams) -> RequestText | None:
         if self.tokenizer is None:
@@ -542,7 +604,7 @@ class Engine:
         refused = []
         for prompt, param in zip(prompts, params, strict=True):
             try:
-                rid = self.submit(prompt, param)
+                rid = self.submit(prompt, param, rid=f"r{self._num_submitted + 1}")
                 rids += [(rid, index) for index in range(param.n)]
             except (TypeError, ValueError) as error:
                 self._num_submitted += 1

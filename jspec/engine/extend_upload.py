@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from jspec.engine.grammars import grammar_of
 from jspec.engine.logs import Request
 from jspec.spec_workers.sampling import row_sampling
 from jspec.spec_workers.upload import ExtendSizes, pack_extend
@@ -53,6 +54,7 @@ def _sampling(request: Request, seed: int) -> dict[str, Any]:
         "bias_ids": list(p.logit_bias),
         "bias": list(p.logit_bias.values()),
         "bad_words": request.bad_words,
+        "grammar": request.serial if grammar_of(p) is not None else 0,
         "num_logprobs": -1 if p.logprobs is None else p.logprobs,
         "num_prompt_logprobs": -1 if p.prompt_logprobs is None else p.prompt_logprobs,
     }

@@ -37,6 +37,8 @@ class Request:
     kept_accept_lens: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int16))
     cached_tokens: int = 0  # prompt tokens it found in the prefix cache
     retractions: int = 0
+    submitted_at: float = 0.0  # by `time.perf_counter`
+    first_token_at: float | None = None  # the same
     is_late: bool = False  # its time ran out, and it is ending
 
     def fill_tokens(self) -> np.ndarray:

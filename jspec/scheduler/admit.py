@@ -142,7 +142,7 @@ def preempt(state: SchedulerState, *, limits: Limits, set_aside) -> tuple[Schedu
     head, before, left = state.waiting.left, state, list[Left]()
     while len(rows := _less_urgent(state, head)) and not _can_start(state, head, limits, set_aside):
         state, gone = retract(state, last_to_keep(state, rows))
-        left.append(gone)
+        left.append(gone._replace(for_priority=True))
     return (state, tuple(left)) if left and _can_start(state, head, limits, set_aside) else (before, ())
 
 

@@ -24,6 +24,7 @@ class Left(NamedTuple):
     serial: int
     output_len: int  # tokens it has; a step under way is not among them
     reason: FinishReason  # NONE: it was retracted, and waits again
+    for_priority: bool = False  # it makes way for a request of higher priority; else pages ran short
 
 
 def enqueue(waiting: PDeque, request: Waiting, *, first: bool = False) -> PDeque:

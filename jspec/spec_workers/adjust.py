@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -41,8 +42,8 @@ def adjust_logits(device: DeviceState, rows, logits, path: Path, *, table_width:
     and the same distribution.
 
     In this order: the repetition penalty over every token of prompt and path (CTRL, arXiv 1909.05858: positive logits are divided by it, negative ones
-    multiplied), frequency and presence penalties over those emitted, the biases; then tokens that would complete a bad word, and stop tokens while the
-    output is shorter than `min_new_tokens`, are banned. Counts are taken from the pages' tokens, so they need no state, and a retraction or a shared prefix
+    multiplied), frequency and presence penalties over those emitted, the biases; then tokens that would complete a bad word, stop tokens while the output is
+    shorter than `min_new_tokens`, and what the row's grammar does not allow, are banned. Counts are taken from the pages' tokens, so they need no state, and a retraction or a shared prefix
     cannot make them wrong. Costs nothing while no row asks for anything.
 
     Args:
@@ -67,7 +68,20 @@ def adjust_logits(device: DeviceState, rows, logits, path: Path, *, table_width:
         stops = jnp.any(s.stop_token_ids[rows][..., None] == vocabulary, axis=1)
         return jnp.where(early[..., None] & stops[:, None, :], BANNED, logits)
 
-    return run_if(wanted, adjust, logits)
+    logits = run_if(wanted, adjust, logits)
+    if device.masks is None:
+        return logits
+    ask, num_words = device.masks, -(-logits.shape[-1] // 32)
+
+    def mask(logits):
+        before = history(device, rows, table_width=table_width)
+        shape = jax.ShapeDtypeStruct((*logits.shape[:2], num_words), jnp.uint32)
+        words = jax.pure_callback(ask, shape, s.grammar[rows], s.prompt_len[rows], path.start, before, *path[1:])
+        vocabulary = jnp.arange(logits.shape[-1], dtype=jnp.uint32)
+        allowed = (words[..., vocabulary // 32] >> (vocabulary % 32)) & 1
+        return jnp.where(allowed == 1, logits, BANNED)
+
+    return run_if(jnp.any(s.grammar[rows] > 0), mask, logits)
 
 
 def _penalise(s, rows, logits, path: Path, before):

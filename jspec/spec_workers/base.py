@@ -2,6 +2,7 @@
 
 import dataclasses
 import enum
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -27,6 +28,8 @@ class DeviceState:
     draft_kv_pages: Any = ()  # the draft's pool: the same page ids, other contents
     recurrent: Any = ()  # recurrent state of hybrid targets, one entry a row
     page_size: int = dataclasses.field(metadata={"static": True})
+    masks: Callable[..., Any] | None = dataclasses.field(default=None, metadata={"static": True})
+    """Asked for the tokens that grammars allow, see `adjust_logits`; None: no row has one."""
 
 
 class DeviceSizes(NamedTuple):

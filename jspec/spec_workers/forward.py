@@ -61,7 +61,7 @@ def row_slots(rows, positions, page_table, *, page_size: int):
 def prefill_batch(
     input_ids, rows, prefix_lens, extend_lens, page_table, *, page_size: int, num_tails: int = 0
 ) -> tuple[ForwardBatch, jnp.ndarray]:
-    """A ragged batch, and `i32[B]` the index of each row's last token (0 for padding).
+    """A ragged batch, and `i32[B]` the index of each row's last token (some token or 0 for padding).
 
     Args:
         input_ids: i32[T], rows one after another, padding, and the token of each tail at the very end.

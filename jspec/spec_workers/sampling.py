@@ -35,6 +35,7 @@ class SamplingState:
     bias_ids: Any  # i32[R, M]  -1 padded
     bias: Any  # f32[R, M]
     bad_words: Any  # i32[R, N, L]  token sequences, each from its last token to its first, -1 padded
+    grammar: Any  # i32[R]  names the grammar that the output follows; 0 = none
     num_logprobs: Any  # i32[R]  likeliest tokens to tell of, beside each emitted one; -1 = tell nothing
     num_prompt_logprobs: Any  # i32[R]  the same for the tokens of the prompt
 
@@ -62,6 +63,7 @@ FIELDS = {
     "bias_ids": Field((MAX_LOGIT_BIAS,), np.int32, -1),
     "bias": Field((MAX_LOGIT_BIAS,), np.float32, 0),
     "bad_words": Field((MAX_BAD_WORDS, MAX_BAD_WORD_LEN), np.int32, -1),
+    "grammar": Field((), np.int32, 0),
     "num_logprobs": Field((), np.int32, -1),
     "num_prompt_logprobs": Field((), np.int32, -1),
 }

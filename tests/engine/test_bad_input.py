@@ -32,6 +32,11 @@ REFUSED = [
         {"stop_token_ids": tuple(range(MAX_STOP_TOKEN_IDS + 1))},
         ["stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS}"],
     ),
+    ([1, 2], {"logit_bias": {0: 1.0, VOCAB: 1.0}}, ["logit_bias", f"token id {VOCAB}", f"[0, {VOCAB})"]),
+    ([1, 2], {"logit_bias": {2**31 - 1: 1.0}}, ["logit_bias", f"token id {2**31 - 1}", f"[0, {VOCAB})"]),
+    ([1, 2], {"bad_words": ("ab", "c")}, ["bad_words=('ab', 'c')", "needs a tokenizer"]),
+    ([1, 2], {"stop": ("ab", "c")}, ["stop=('ab', 'c')", "needs a tokenizer"]),
+    ([1, VOCAB], {"n": 3, "logprobs": 2, "prompt_logprobs": 2}, [f"token id {VOCAB}", f"[0, {VOCAB})"]),
 ]
 
 
@@ -50,6 +55,25 @@ def test_a_refused_request_changes_nothing(prompt, params, words):
     assert outputs[1].error == str(error.value)
     assert [outputs[0].token_ids, outputs[2].token_ids] == [markov_continuation(p[-1], 9) for p in good]
     assert_idle(engine)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"logit_bias": dict.fromkeys(range(VOCAB), -7.0)},
+        {"logit_bias": {VOCAB - 1: 0.0, 0: 0}},
+        {"stop_token_ids": (VOCAB - 1, *[0] * 9), "ignore_eos": True},
+        {"logprobs": 20, "prompt_logprobs": 20},
+        {"repetition_penalty": 1.0, "presence_penalty": -0.0, "frequency_penalty": 0.0, "bad_words": ()},
+    ],
+    ids=["as many biases as tokens", "the last token", "the same id often", "most log-probabilities", "nothing"],
+)
+def test_what_is_just_allowed_runs(params):
+    """At the edge of each rule, where the values change no choice: as without them."""
+    prompts = [[1, 2, 3], [9]]
+    outputs = shared_engine().generate(prompts, greedy(9, **params))
+    assert [o.token_ids for o in outputs] == [markov_continuation(p[-1], 9) for p in prompts]
+    assert_idle(shared_engine())
 
 
 _ENGINES: list[Engine] = []

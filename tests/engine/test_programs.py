@@ -44,7 +44,7 @@ def test_buckets_cover_every_size():
     limits = limits_of()
     buckets = make_buckets(EngineConfig(max_running=12), limits, pages_per_row=16)
     assert buckets.batch == (1, 2, 4, 8, 12)
-    assert buckets.table_width == (4, 8, 16)
+    assert buckets.table_width == (4, 16)
     tokens = (64, 128, 256, 512, 1000)
     # Each of them twice: prompts alone, and with as many tails as may run. 16 tokens of reserve touch one more page of 64 at most.
     sizes = dict(num_rows=4, lookahead=1, table_width=16, max_new_pages=1)

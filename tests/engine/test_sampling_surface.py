@@ -30,7 +30,7 @@ def engine_of(name: str):
         "tree": lambda: eagle(target, shadow_draft(target), sizes=shapes["tree"]),
         "multi-layer": lambda: multi_layer_eagle(target, random_draft(target, 3, kind="multi-layer")),
     }[name]()
-    return build(target, worker=worker, page_size=4, max_prefill_tokens=48, tokenizer=letters())
+    return build(target, worker=worker, page_size=4, max_prefill_tokens=48, mixed_batches=True, tokenizer=letters())
 
 
 WORKERS = ("plain", "ngram", "chain", "tree", "multi-layer")

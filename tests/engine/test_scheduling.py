@@ -47,7 +47,7 @@ def modes(engine) -> list[ForwardMode]:
 
 def engine_of(worker: str, **settings):
     """An engine that nobody used before."""
-    settings = {"page_size": 4, "max_running": 4, "max_prefill_tokens": 24, **settings}
+    settings = {"page_size": 4, "max_running": 4, "max_prefill_tokens": 24, "mixed_batches": True, **settings}
     return build(transformer(), worker=workers()[worker], **settings)
 
 

@@ -11,13 +11,16 @@ import numpy as np
 import pytest
 
 from jspec.spec_workers.sampling import (
+    FIELDS,
+    SAMPLING_COLUMNS,
     TARGET_TOKEN,
     SamplingState,
-    ban_early_stops,
     filter_logits,
     init_sampling,
     position_key,
+    row_sampling,
     sample,
+    sampling_of,
 )
 
 V, ROWS, POSITIONS = 16, 40, 600
@@ -57,23 +60,14 @@ def law(logits, *, temperature=1.0, **filters):
     return np.array([weights.get(i, 0.0) / sum(weights.values()) for i in range(len(logits))])
 
 
-def parameters(num_rows, *, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, stop_from=0, stop_token_ids=-1):
+def parameters(num_rows, **given):
     """Rows 1.. with these parameters, each one value or one a row; the rest of the table is idle."""
-
-    def column(value, dtype, idle):
-        table = np.full((ROWS + 1, *np.shape(idle)), idle, dtype)
-        table[1 : num_rows + 1] = value
-        return jnp.asarray(table)
-
-    return SamplingState(
-        temperature=column(temperature, jnp.float32, 0),
-        top_k=column(top_k, jnp.int32, 0),
-        top_p=column(top_p, jnp.float32, 1),
-        min_p=column(min_p, jnp.float32, 0),
-        seed=column(seed, jnp.uint32, 0),
-        stop_from=column(stop_from, jnp.int32, 0),
-        stop_token_ids=column(stop_token_ids, jnp.int32, [-1] * 8),
-    )
+    idle = init_sampling(ROWS + 1)
+    rows = slice(1, num_rows + 1)
+    changed = {
+        name: getattr(idle, name).at[rows].set(np.asarray(value, FIELDS[name].dtype)) for name, value in given.items()
+    }
+    return dataclasses.replace(idle, **changed)
 
 
 # --- the filters -----------------------------------------------------------------------------------------------------
@@ -367,28 +361,113 @@ def test_a_row_that_is_not_finite_is_flagged_alone(bad):
 
 
 def test_types_and_the_idle_state():
+    """A row that nobody has is greedy, and asks for nothing that would change or tell of its logits."""
     state = init_sampling(ROWS + 1)
-    idle = {"temperature": 0, "top_k": 0, "top_p": 1, "min_p": 0, "seed": 0}
+    idle = {
+        "temperature": 0, "top_k": 0, "top_p": 1, "min_p": 0, "seed": 0, "prompt_len": 0, "stop_from": 0, "stop_token_ids": -1,
+        "repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0, "bias_ids": -1, "bias": 0, "bad_words": -1,
+        "grammar": 0, "num_logprobs": -1, "num_prompt_logprobs": -1,
+    }  # fmt: skip
+    assert set(idle) == {field.name for field in dataclasses.fields(SamplingState)}
     for name, value in idle.items():
-        assert getattr(state, name).tolist() == [value] * (ROWS + 1)
+        column = np.asarray(getattr(state, name))
+        assert column.shape == (ROWS + 1, *FIELDS[name].shape) and column.dtype == FIELDS[name].dtype, name
+        assert (column == value).all(), name
     assert state.seed.dtype == jnp.uint32
     tokens, finite = draw_two(state, [0, 2], np.broadcast_to(LOGITS, (2, 200, V)), np.zeros((2, 200), np.int32))
     assert tokens.dtype == np.int32 and finite.dtype == bool
     assert (tokens == 1).all() and finite.all()
 
 
-def test_stop_tokens_are_banned_where_a_row_is_too_short_and_nowhere_else():
-    """Row 1 bans 0 and 5 before position 12, row 2 nothing; greedy rows and sampled ones draw no banned token, and a ban is no fault of the model."""
-    ids = np.full((2, 8), -1)
-    ids[0, :2] = (0, 5)
-    sampling = parameters(2, temperature=[0.0, 0.0], stop_from=[12, 0], stop_token_ids=ids)
-    rows, positions = jnp.array([1, 2, 0]), jnp.array([[10, 11, 12], [10, 11, 12], [0, 0, 0]])
-    logits = jnp.asarray(np.random.default_rng(0).standard_normal((3, 3, V)), jnp.float32).at[:, :, 5].set(9.0)
-    out = jax.jit(ban_early_stops)(sampling, rows, logits, positions)
-    changed = np.argwhere(np.asarray(out != logits)).tolist()
-    assert changed == [[0, place, token] for place in (0, 1) for token in (0, 5)]
-    tokens, finite = draw(sampling, rows, out, positions)
-    assert finite.all() and tokens[0, 2] == 5 and (tokens[1] == 5).all() and not np.isin(tokens[0, :2], [0, 5]).any()
-    hot = dataclasses.replace(sampling, temperature=jnp.full(ROWS + 1, 5.0), top_k=jnp.full(ROWS + 1, V))
-    drawn = np.concatenate([draw(hot, rows, out, positions + 100 * i)[0][0, :2] for i in range(50)])
-    assert not np.isin(drawn, [0, 5]).any() and len(set(drawn.tolist())) > 5
+# --- how the parameters cross to the device ---------------------------------------------------------------------------
+
+EDGES = {
+    np.dtype(np.float32): [0.0, -0.0, 1.0, 0.1, -1e-30, 3.4e38, 1e-45, -3.4e38],
+    np.dtype(np.int32): [0, -1, 1, 2**31 - 1, -(2**31), 7],
+    np.dtype(np.uint32): [0, 1, 2**31 - 1, 2**31, 2**32 - 1],
+}
+"""Values at the ends of their types, and those whose bits are another type's NaN."""
+
+
+def some(rng, shape, dtype):
+    """A value of a field: one number, or a list as long as the field or shorter, of numbers or of such lists."""
+    if not shape:
+        return rng.choice(EDGES[np.dtype(dtype)])
+    return [some(rng, shape[1:], dtype) for _ in range(rng.integers(0, shape[0] + 1))]
+
+
+def whole(given, field):
+    """What the field then holds."""
+    column = np.full(field.shape, field.idle, field.dtype)
+    if not field.shape:
+        column[()] = given
+    for i, value in enumerate(given if field.shape else ()):
+        if len(field.shape) == 1:
+            column[i] = value
+        else:
+            column[i, : len(value)] = value
+    return column
+
+
+def random_rows(rng, count):
+    """Rows as a request gives them, each without some fields, and the columns they must become."""
+    rows = [
+        {name: some(rng, field.shape, field.dtype) for name, field in FIELDS.items() if rng.random() < 0.7}
+        for _ in range(count)
+    ]
+    columns = {
+        name: np.stack([whole(row[name], field) if name in row else np.full(field.shape, field.idle, field.dtype) for row in rows])
+        for name, field in FIELDS.items()
+    }  # fmt: skip
+    return rows, columns
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_every_parameter_crosses_as_bits(count):
+    """Of rows that give some fields or all, whole or short of their width: what arrives is what was given, to the bit, and idle elsewhere."""
+    rng = np.random.default_rng(count)
+    for _ in range(20):
+        rows, columns = random_rows(rng, count)
+        bits = row_sampling(rows)
+        assert bits.dtype == np.int32 and bits.shape == (count, SAMPLING_COLUMNS)
+        found = jax.jit(sampling_of)(bits)
+        assert set(found) == set(columns) == set(FIELDS)
+        for name, here in columns.items():
+            there = np.asarray(found[name])
+            assert there.dtype == here.dtype and there.shape == here.shape, name
+            assert there.tobytes() == here.tobytes(), name
+
+
+def test_a_row_that_gives_nothing_is_idle():
+    found, state = sampling_of(jnp.asarray(row_sampling([{}, {}]))), init_sampling(2)
+    for name, values in found.items():
+        assert np.asarray(values).tobytes() == np.asarray(getattr(state, name)).tobytes(), name
+
+
+def test_rows_do_not_share_a_word():
+    """Each field of a row has words of its own, and each row its own line: one value changed changes the line of its row alone."""
+    rng = np.random.default_rng(0)
+    full = {
+        name: np.full(field.shape, 3, field.dtype).tolist() if field.shape else field.dtype(3) for name, field in FIELDS.items()
+    }  # fmt: skip
+    before, seen = row_sampling([full, full]), np.zeros(SAMPLING_COLUMNS, int)
+    for name, field in FIELDS.items():
+        value = np.full(field.shape, 5, field.dtype)
+        changed = row_sampling([full, {**full, name: value.tolist() if field.shape else field.dtype(5)}]) != before
+        assert not changed[0].any() and changed[1].sum() == math.prod(field.shape), name
+        seen += changed[1]
+    assert (seen == 1).all()
+    order = rng.permutation(5)
+    rows, _ = random_rows(rng, 5)
+    assert (row_sampling([rows[i] for i in order]) == row_sampling(rows)[order]).all()
+
+
+def test_a_list_longer_than_its_field_is_refused():
+    """It is never cut in silence: the shell has checked before how many there are."""
+    for name, field in FIELDS.items():
+        if field.shape:
+            value = [0] * (field.shape[0] + 1) if len(field.shape) == 1 else [[0]] * (field.shape[0] + 1)
+            with pytest.raises((ValueError, IndexError)):
+                row_sampling([{name: value}])
+    with pytest.raises(ValueError):
+        row_sampling([{"bad_words": [[0] * (FIELDS["bad_words"].shape[1] + 1)]}])

@@ -12,13 +12,12 @@ from jspec.future_map import init_future_map, publish, stash
 from jspec.spec_workers.base import DeviceState
 from jspec.spec_workers.chain import Carry
 from jspec.spec_workers.forward import begin_extend
-from jspec.spec_workers.sampling import init_sampling
+from jspec.spec_workers.sampling import FIELDS, SAMPLING_COLUMNS, init_sampling, row_sampling
 from jspec.spec_workers.upload import (
     DECODE_COLUMNS,
     EXTEND_COLUMNS,
     OUTCOME_COLUMNS,
     ExtendSizes,
-    RowSampling,
     apply_decode,
     apply_extend,
     pack_decode,
@@ -33,16 +32,52 @@ from jspec.state.results import NEVER
 
 R, P = 6, 8
 unpack = jax.jit(unpack_extend, static_argnames="sizes")
-SAMPLING = RowSampling(
-    top_k=np.array([0, 7, 2**31 - 1], np.int32),
-    seed=np.array([0, 2**31, 2**32 - 1], np.uint32),
-    temperature=np.array([0, 0.7, 1e-3], np.float32),
-    top_p=np.array([1, 0.1, 1e-6], np.float32),
-    min_p=np.array([0, 1, 0.05], np.float32),
-    stop_from=np.array([0, 3, 2**31 - 1], np.int32),
-    stop_token_ids=np.arange(24, dtype=np.int32).reshape(3, 8) - 1,
+SAMPLING = (
+    {"prompt_len": 5, "stop_token_ids": range(-1, 7), "num_logprobs": 0, "repetition_penalty": 0.5},
+    {
+        "top_k": 7,
+        "seed": 2**31,
+        "temperature": 0.7,
+        "top_p": 0.1,
+        "min_p": 1,
+        "prompt_len": 9,
+        "stop_from": 12,
+        "stop_token_ids": [3],
+        "repetition_penalty": 3.4e38,
+        "presence_penalty": -1.5,
+        "frequency_penalty": -0.0,
+        "bias_ids": [8, 0],
+        "bias": [-100, 1e-45],
+        "bad_words": [[1, 2], [2**31 - 1], [5, 4, 3, 2, 1, 0]],
+        "num_logprobs": 20,
+        "num_prompt_logprobs": 3,
+    },
+    {"top_k": 2**31 - 1, "seed": 2**32 - 1, "temperature": 1e-3, "top_p": 1e-6, "min_p": 0.05, "stop_from": 2**31 - 1},
 )
-"""Of three rows; values at the ends of their types survive as bits."""
+"""Of three rows: one that gives all there is, and values at the ends of their types, which survive as bits."""
+
+
+def sampling_of_rows(rows, num_rows=R):
+    """`{name: array}`: the device's parameters when row `i` has what `SAMPLING[rows[i]]` gives, and the others nothing."""
+    table = {name: np.full((num_rows, *field.shape), field.idle, field.dtype) for name, field in FIELDS.items()}
+    for row, i in rows.items():
+        for name, given in SAMPLING[i].items():
+            if name == "bad_words":
+                for j, word in enumerate(given):
+                    table[name][row, j, : len(word)] = word
+            elif FIELDS[name].shape:
+                table[name][row, : len(given)] = given
+            else:
+                table[name][row] = given
+    return table
+
+
+def assert_sampling(found, rows, num_rows=R):
+    """`found(name)` is, to the bit, what `rows` says; see `sampling_of_rows`."""
+    for name, here in sampling_of_rows(rows, num_rows).items():
+        there = np.asarray(found(name))
+        assert (there.dtype, there.shape) == (here.dtype, here.shape), name
+        assert there.tobytes() == here.tobytes(), name
 
 
 def planned(mode):
@@ -149,8 +184,7 @@ def extend_upload(batch, sizes, next_ids=None):
     tokens = np.arange(100, 100 + batch.extend_lens.sum(), dtype=np.int32)
     if next_ids is None:
         next_ids = np.full((rows, sizes.lookahead), -1, np.int32)
-    sampling = RowSampling(*(column[:rows] for column in SAMPLING))
-    return pack_extend(batch, tokens, next_ids, sampling, sizes)
+    return pack_extend(batch, tokens, next_ids, row_sampling(SAMPLING[:rows]), sizes)
 
 
 def extend_inputs(batch, next_ids=None, **given):
@@ -176,10 +210,9 @@ def test_extend_round_trip(num_tokens, num_rows, width, lookahead, num_tails):
     assert inputs.forward_iter == batch.forward_iter == 1
     for name in ("rows", "prefix_lens", "extend_lens"):
         assert getattr(inputs, name).tolist() == getattr(batch, name).tolist() + [0] * (num_rows - 3), name
-    for name, here in SAMPLING._asdict().items():
-        there = np.asarray(getattr(inputs, name))
-        assert there.dtype == here.dtype and there[:3].tobytes() == here.tobytes(), name
-        assert not there[3:].any()
+    assert EXTEND_COLUMNS == 4 + SAMPLING_COLUMNS and set(inputs.sampling) == set(FIELDS)
+    assert_sampling(lambda name: inputs.sampling[name][:3], {0: 0, 1: 1, 2: 2}, 3)
+    assert not any(np.asarray(values)[3:].any() for values in inputs.sampling.values())
     assert inputs.next_ids.tolist() == [[-1] * lookahead] * 3 + [[0] * lookahead] * (num_rows - 3)
     pages = np.maximum(batch.new_pages[:, :width], 0)
     assert inputs.page_table.shape == (num_rows, width)
@@ -196,16 +229,12 @@ def test_a_new_row_gets_its_pages_and_parameters():
     device = jax.jit(apply_extend)(idle_device(), extend_inputs(batch))
     width = run.state.ledger.page_table.shape[1]
     assert (np.asarray(device.page_table)[:, :width] == run.state.ledger.page_table).all()
-    sampling = device.sampling
-    assert sampling.temperature.tolist() == pytest.approx([0, 0, 0.7, 1e-3, 0, 0])
-    assert sampling.top_k.tolist() == [0, 0, 7, 2**31 - 1, 0, 0]
-    assert sampling.seed.tolist() == [0, 0, 2**31, 2**32 - 1, 0, 0]
-    assert sampling.top_p.tolist() == pytest.approx([1, 1, 0.1, 1e-6, 1, 1])
-    assert sampling.min_p.tolist() == pytest.approx([0, 0, 1, 0.05, 0, 0])
+    # Padding of the upload, whose words are all 0, leaves row 0 idle all the same.
+    assert_sampling(lambda name: getattr(device.sampling, name), {1: 0, 2: 1, 3: 2})
 
 
 def test_a_new_owner_sees_nothing_of_the_last_one():
-    """Row 2 held nine tokens and a reserve; its next owner has a prompt of two: the whole row of the table is set."""
+    """Row 2 held nine tokens and a reserve, and asked for all there is; its next owner has a prompt of two, and asks for little: the whole row is set."""
     run, batch = planned("extend")
     device = jax.jit(apply_extend)(idle_device(), extend_inputs(batch))
     full = jnp.where(device.page_table == 0, 9, device.page_table).at[0].set(0)
@@ -221,6 +250,8 @@ def test_a_new_owner_sees_nothing_of_the_last_one():
     assert np.asarray(after.page_table)[2].tolist() == [page] + [0] * (P - 1)
     others = [0, 1, 3, 4, 5]
     assert (np.asarray(after.page_table)[others] == np.asarray(device.page_table)[others]).all()
+    assert_sampling(lambda name: getattr(device.sampling, name), {1: 0, 2: 1, 3: 2})
+    assert_sampling(lambda name: getattr(after.sampling, name), {1: 0, 2: 0, 3: 2})
 
 
 # --- chunks ----------------------------------------------------------------------------------------------------------
@@ -294,8 +325,11 @@ def test_tails_do_not_disturb_the_prompts():
     _, batch = planned("mixed")
     alone = dataclasses.replace(batch, tails=None, forward_mode=ForwardMode.EXTEND)
     here, there = (extend_inputs(each, num_tails=num_tails) for each, num_tails in ((batch, 5), (alone, 0)))
-    for name in set(here._fields) - {"tails"}:
-        assert np.asarray(getattr(here, name)).tobytes() == np.asarray(getattr(there, name)).tobytes(), name
+    here, there = (one._replace(tails=None) for one in (here, there))
+    assert jax.tree.structure(here) == jax.tree.structure(there) and here.sampling
+    for path, ours in jax.tree_util.tree_leaves_with_path(here):
+        theirs = dict(jax.tree_util.tree_leaves_with_path(there))[path]
+        assert np.asarray(ours).tobytes() == np.asarray(theirs).tobytes(), path
     for one in (pack_decode(batch.tails, bucket=5), extend_upload(batch, sizes_of(batch, num_tails=5))):
         assert not any(np.shares_memory(one, leaf) for leaf in jax.tree.leaves(batch) if isinstance(leaf, np.ndarray))
 
@@ -313,8 +347,7 @@ def test_a_mixed_upload_sets_new_rows_and_moves_running_ones():
     table, width = np.asarray(device.page_table), run.state.ledger.page_table.shape[1]
     assert (table[:, :width] == run.state.ledger.page_table).all() and not table[:, width:].any()
     assert (table != np.asarray(before.page_table)).sum() == (batch.tails.new_pages >= 0).sum() + 2
-    assert device.sampling.top_p.tolist()[1:4] == before.sampling.top_p.tolist()[1:4]
-    assert device.sampling.stop_token_ids[4].tolist() == SAMPLING.stop_token_ids[0].tolist()
+    assert_sampling(lambda name: getattr(device.sampling, name), {1: 0, 2: 1, 3: 2, 4: 0})
 
 
 def put_relay(device, rows, lens, bonus, *, forward_iter):

@@ -57,8 +57,10 @@ def test_how_good(chip):
 @pytest.mark.slow
 def test_a_step_of_the_engine():
     """Pools in place, nothing for the host, no f64. The table of embeddings, which is narrow, stays as it lies: turning it over took 300,000 cycles."""
-    verify, prefill = compile_steps([CHIPS["v6e"]], step_jobs("SmolLM2-135M", "plain"))
-    for step in (verify, prefill):
+    steps = compile_steps([CHIPS["v6e"]], step_jobs("SmolLM2-135M", "plain"))
+    assert [step.program for step in steps] == ["verify_phase", "prefill_phase", "mixed_phase"]
+    verify, *_ = steps
+    for step in steps:
         assert step.error is None and step.alias_bytes > step.pool_bytes
         assert step.host_transfers == 0 and not step.f64
     assert verify.temp_bytes < 0.02 * verify.pool_bytes and verify.xla_cycles < 1_900_000
@@ -69,7 +71,8 @@ def test_a_step_of_the_engine():
 @pytest.mark.parametrize("chip", ["v6e", "v7x"])
 def test_a_choice_of_widths_copies_no_pool(chip):
     """A loop of at most one round, which is in place on CPU, copied the pool on v7x."""
-    verify, _ = compile_steps([CHIPS[chip]], step_jobs("SmolLM2-135M", "ngram"))
+    verify, *_ = compile_steps([CHIPS[chip]], step_jobs("SmolLM2-135M", "ngram"))
+    assert verify.program == "verify_phase"
     assert verify.error is None and verify.temp_bytes < 0.15 * verify.pool_bytes
 
 
