@@ -41,6 +41,7 @@ class ServeContender:
     first_token_p95_ms: Spread
     between_tokens_p50_ms: Spread | None  # None where no request got a second token
     between_tokens_p95_ms: Spread | None
+    between_tokens_max_ms: Spread | None  # prefill apart makes few wait, and those long: no percentile need show it
     accept_length: float  # of the last round
     launches: Launches  # of all rounds, as are the counts below
     retractions: int
@@ -152,6 +153,7 @@ def measure_served(
         first_token_p95_ms=first_p95,
         between_tokens_p50_ms=percentile("between_tokens_s", 50),
         between_tokens_p95_ms=percentile("between_tokens_s", 95),
+        between_tokens_max_ms=percentile("between_tokens_s", 100),
         accept_length=runs[-1].accept_length,
         launches=sum((run.launches for run in runs), Launches()),
         retractions=sum(run.retractions for run in runs),

@@ -175,7 +175,7 @@ def host_tables(costs: Sequence[HostCost]) -> RenderableType:
 def _trace_parts(trace: ServeTrace) -> list[RenderableType]:
     lens, contenders = trace.prompt_tokens, trace.contenders
     title = (
-        f"{trace.model}, greedy, {trace.requests} requests of {min(lens)} to {max(lens)} prompt tokens, up to {trace.max_new_tokens} new ones, "
+        f"{trace.model}, greedy, {trace.requests} requests of {min(lens)} to {max(lens)} tokens and {trace.max_new_tokens} new ones, "
         f"{trace.max_running} at a time, chunks of {trace.max_prefill_tokens}, {trace.rounds} round(s)"
     )
     table = _table(title, [contender_name(c.algorithm, c.mixed).replace(", ", "\n") for c in contenders])
@@ -185,6 +185,7 @@ def _trace_parts(trace: ServeTrace) -> list[RenderableType]:
     table.add_row("  p95", *(_spread(c.first_token_p95_ms, 0) for c in contenders))
     table.add_row("ms between tokens, p50", *(_spread(c.between_tokens_p50_ms) for c in contenders))
     table.add_row("  p95", *(_spread(c.between_tokens_p95_ms) for c in contenders))
+    table.add_row("  longest", *(_spread(c.between_tokens_max_ms) for c in contenders))
     table.add_row("accept length", *(_number(c.accept_length or None, 2) for c in contenders))
     for field, label in (("prefill", "launches: prefill"), ("mixed", "  mixed"), ("decode", "  decode")):
         table.add_row(label, *(str(getattr(c.launches, field)) for c in contenders))

@@ -15,16 +15,16 @@ from jspec.engine import events
 from jspec.engine.adaptive import after_settle, depth_of
 from jspec.engine.admission import Prompt, bad_word_tokens, check_chunks, check_request, new_token_ratios, tokenize
 from jspec.engine.buckets import fit, make_buckets
+from jspec.engine.contents import Contents
 from jspec.engine.extend_upload import extend_upload
 from jspec.engine.grammars import Grammars, check_grammar_use, grammar_of
-from jspec.engine.logprobs import read_logprobs
-from jspec.engine.logs import Request, TokenLogs
+from jspec.engine.logs import Request
 from jspec.engine.meters import Meters
 from jspec.engine.metrics import MetricsServer, make_registry
-from jspec.engine.outputs import ERRORS, FINISH_NAMES, Emission, Emissions, RequestOutput, Summary
+from jspec.engine.outputs import Emission, RequestOutput, Summary
 from jspec.engine.pool import num_kv_pages
 from jspec.engine.programs import DecodeKey, Programs, use_compilation_cache
-from jspec.engine.text import RequestText, TextStops
+from jspec.engine.text import RequestText
 from jspec.models.loading import load_model
 from jspec.models.parallel import num_devices, replicate
 from jspec.models.target import TargetModel
@@ -33,7 +33,6 @@ from jspec.scheduler import (
     Aborted,
     Depth,
     DepthRules,
-    Left,
     Settled,
     abort,
     initial_depths,
@@ -49,7 +48,6 @@ from jspec.spec_workers.upload import pack_decode, unpack_outcome
 from jspec.state.batches import ForwardMode, ScheduleBatch
 from jspec.state.invariants import check
 from jspec.state.ledger import total_pages
-from jspec.state.prefix_cache import page_keys
 from jspec.state.requests import FinishReason, Waiting
 from jspec.state.results import GenerationBatchResult, Launched, RowStatus
 from jspec.state.scheduler_state import Limits, SchedulerState, init_state
@@ -166,15 +164,17 @@ class Engine:
             mesh=target.mesh,
             progress=progress,
         )
-        self._logs = TokenLogs(sizes.num_rows, self.limits, worker.output_stride)
-        self._requests: dict[int, Request] = {}
-        self._serials_by_rid: dict[str, list[int]] = {}
-        self._text_stops = TextStops()
         self._deadlines: list[tuple[float, int]] = []  # heap of (time, serial)
-        self._request_by_row = np.full(sizes.num_rows, None, object)
-        self._num_asking = 0  # requests that want log-probabilities
         self._num_submitted = 0
         self._meters = Meters(worker.output_stride)
+        self._contents = Contents(
+            sizes.num_rows,
+            self.limits,
+            worker,
+            page_size=config.page_size if config.prefix_cache else None,
+            grammars=self._grammars,
+            meters=self._meters,
+        )
         self._metrics = make_registry(weakref.WeakMethod(self._observed))
         port = config.metrics_port
         self._metrics_server = MetricsServer(self._metrics, port) if port is not None else None
@@ -195,7 +195,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether a call of `step` can do anything."""
-        return bool(self._requests or self._loop.state.launched or self._undelivered)
+        return bool(len(self._contents) or self._loop.state.launched or self._undelivered)
 
     def summary(self) -> Summary:
         """Counters and times since the engine was built, or since `reset_summary`."""
@@ -267,7 +267,7 @@ class Engine:
         bad_words = bad_word_tokens(params.bad_words, self.tokenizer)
         first = self._num_submitted + 1
         rid = rid if rid is not None else f"r{first}"
-        if rid in self._serials_by_rid:
+        if self._contents.serials(rid):
             raise ValueError(
                 f"rid={rid!r} already names a request that waits or runs: choose another, or let the engine choose"
             )
@@ -279,13 +279,15 @@ class Engine:
             for serial in range(first, first + params.n):
                 self._grammars.open(serial, params)
         # A prompt whose log-probabilities are wanted is computed whole.
-        shares = self.config.prefix_cache and params.prompt_logprobs is None
-        stops, keys = self._stop_ids(params), self._page_keys(tokens) if shares else ()
+        stops, keys = (
+            self._stop_ids(params),
+            () if params.prompt_logprobs is not None else self._contents.page_keys(tokens),
+        )
         for index in range(params.n):
             serial = first + index
             waiting = Waiting(serial, len(tokens), max_new_tokens, stops, priority=params.priority, page_keys=keys)
             self._loop = dataclasses.replace(self._loop, state=submit(self._loop.state, waiting))
-            self._requests[serial] = request = Request(
+            request = Request(
                 rid=rid,
                 serial=serial,
                 prompt=tokens,
@@ -298,15 +300,12 @@ class Engine:
                 logprobs=None if params.logprobs is None else [],
                 prompt_logprobs=None if params.prompt_logprobs is None else [None],
             )
-            self._num_asking += _asks(params)
-            if params.stop:
-                self._text_stops.watch(request)
+            self._contents.add(request)
             if params.timeout_s is not None:
                 heapq.heappush(self._deadlines, (time.monotonic() + params.timeout_s, serial))
             self._meters.submitted(request)
             events.submitted(request, max_new_tokens=max_new_tokens)
         self._num_submitted += params.n
-        self._serials_by_rid[rid] = [*range(first, first + params.n)]
         self._check_state()
         return rid
 
@@ -316,7 +315,7 @@ class Engine:
         Returns:
             False if no request of that name waits or runs; asking twice is harmless.
         """
-        serials = [*self._serials_by_rid.get(rid, ())]
+        serials = self._contents.serials(rid)
         for serial in serials:
             self._abort(serial)
         return bool(serials)
@@ -325,7 +324,7 @@ class Engine:
         state, found = abort(self._loop.state, serial)
         self._loop = dataclasses.replace(self._loop, state=state)
         if found is Aborted.WAITING:
-            self._end_off_row(serial, FinishReason.ABORT)
+            self._undelivered.append(self._contents.end_off_row(serial, FinishReason.ABORT))
         self._check_state()
 
     def step(self) -> Iterable[Emission]:
@@ -341,7 +340,7 @@ class Engine:
         emissions: Iterable[Emission] = ()
         if unsettled > (self.limits.depth if batch is not None else 0):
             self._loop, launched, settled, result = self._settle(self._loop)
-            emissions = self._emit(launched, settled, result)
+            emissions = self._contents.emit(launched, settled, result)
         self._meters.iteration_ends(decode=batch is not None and batch.forward_mode is ForwardMode.DECODE)
         if self._undelivered:
             kept, self._undelivered = self._undelivered, []
@@ -385,7 +384,7 @@ class Engine:
         """Time is the shell's: to the scheduler a request that ran out of it is one that was aborted."""
         while self._deadlines and self._deadlines[0][0] <= time.monotonic():
             _, serial = heapq.heappop(self._deadlines)
-            request = self._requests.get(serial)
+            request = self._contents.get(serial)
             if request is None or self._loop.state.requests.to_finish[request.row]:
                 continue  # ended, or ending
             request.is_late = True
@@ -397,12 +396,13 @@ class Engine:
         """Plans a batch and dispatches its programs; waits for nothing."""
         state, batch, left = plan(loop.state, limits=self.limits)
         for gone in left:
-            self._take_off(gone)
+            if (emission := self._contents.take_off(gone)) is not None:
+                self._undelivered.append(emission)
         if batch is None:
             return dataclasses.replace(loop, state=state), None
         depth = depth_of(loop.depths, self._rules, batch, full=self.worker.depths[-1])
         program, upload = self._extend(batch) if batch.forward_mode.is_prefill else self._decode(batch, depth)
-        asked = self._num_asking > 0 and self._anybody_asks(state.launched[-1])
+        asked = self._contents.anybody_asks(state.launched[-1])
         device, outcome, logprobs = program(self.worker.params, loop.device, upload, logprobs=asked)
         previous = loop.outcomes[-1] if loop.outcomes else None
         self._meters.launched(
@@ -435,14 +435,14 @@ class Engine:
             raise RuntimeError(
                 f"launch {loop.state.launched[0].forward_iter} read a FutureMap row that nobody published for it: a fault of jspec"
             )
-        result = self._text_stops.find(loop.state, result)
+        result = self._contents.find_stops(loop.state, result)
         state, launched, settled = settle_oldest(loop.state, result)
-        self._logs.append(launched, settled, result)
+        self._contents.append(launched, settled, result)
         if loop.logprobs[0] is not None:
             batch, tables = loop.logprobs[0]
-            self._take_logprobs(batch, tables, launched, settled, result)
+            self._contents.take_logprobs(batch, tables, launched, settled, result)
         if (settled.finish_reason != FinishReason.NONE).any():
-            state = retire(state, self._keys_of_finished(state, launched, settled))
+            state = retire(state, self._contents.keys_of_finished(state, launched, settled))
         correct = result.accept_lens - self.worker.num_non_draft_tokens
         depths = after_settle(loop.depths, self._rules, launched, correct[settled.live], depth=loop.ran_at[0])
         loop = Loop(state, loop.device, loop.outcomes[1:], loop.logprobs[1:], loop.ran_at[1:], depths)
@@ -455,141 +455,14 @@ class Engine:
         return self._programs[DecodeKey(bucket, width, depth)], pack_decode(batch, bucket=bucket)
 
     def _extend(self, batch: ScheduleBatch):
-        requests = [self._requests[serial] for serial in batch.serials.tolist()]
-        for request, row, start in zip(requests, batch.rows.tolist(), batch.prefix_lens.tolist(), strict=True):
-            if request.row != row:
-                if request.row == 0 and not request.retractions:
-                    request.cached_tokens = start
-                request.row = row
-                self._request_by_row[row] = request
-                self._logs.open(row, request)
-                self._meters.started(request)
-                events.started(request, row, cached_tokens=start)
+        requests = self._contents.place(batch)
         sizes = self._buckets.extend(int(batch.extend_lens.sum()), tails=batch.tails is not None)
         return self._programs[sizes], extend_upload(batch, requests, sizes, seed_of=self._seed)
-
-    def _page_keys(self, tokens: np.ndarray, known: tuple[bytes, ...] = ()) -> tuple[bytes, ...]:
-        return page_keys(tokens, page_size=self.config.page_size, lookahead=self.worker.lookahead, known=known)
-
-    def _keys_of_finished(
-        self, state: SchedulerState, launched: Launched, settled: Settled
-    ) -> dict[int, tuple[bytes, ...]]:
-        """What requests that ended leave to the prefix cache: the pages of their prompt, and of their output where the worker's are fit for others."""
-        keys: dict[int, tuple[bytes, ...]] = {}
-        for i in np.nonzero(settled.finish_reason)[0].tolist():
-            row = int(launched.rows[i])
-            request = self._requests[int(state.requests.serial[row])]
-            committed = int(state.ledger.kv_committed_len[row])
-            if not self.config.prefix_cache or settled.finish_reason[i] == FinishReason.ERROR:
-                keys[row] = ()
-            elif self.worker.caches_output and committed > len(request.prompt):
-                output = self._logs.output(row, committed - len(request.prompt))
-                keys[row] = self._page_keys(np.concatenate([request.prompt, output]), known=request.page_keys)
-            else:
-                keys[row] = request.page_keys
-        return keys
-
-    def _take_off(self, gone: Left) -> None:
-        """A request lost its row in a plan: it waits again, or has ended."""
-        request = self._requests[gone.serial]
-        self._logs.keep(gone.row, gone.output_len, request)
-        request.row = 0
-        if gone.reason is FinishReason.NONE:
-            request.retractions += 1
-            self._meters.retracted()
-            events.retracted(request, gone)
-        else:
-            self._end_off_row(gone.serial, gone.reason)
-
-    def _end_off_row(self, serial: int, reason: FinishReason) -> None:
-        """A request ends that holds no row, with what it had emitted before."""
-        request = self._requests[serial]
-        output = self._forget(request, request.kept.tolist(), request.kept_accept_lens.tolist(), reason)
-        text = None if request.text is None else request.text.take()
-        self._undelivered.append(Emission(rid=request.rid, token_ids=[], output=output, index=request.index, text=text))
 
     def _stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
         """Ids that end a request."""
         ids = () if params.ignore_eos else (*self.target.facts.eos_token_ids, *params.stop_token_ids)
         return tuple(dict.fromkeys(ids))
-
-    # --- tokens out ------------------------------------------------------------------------------------------------
-
-    def _emit(self, launched: Launched, settled: Settled, result: GenerationBatchResult) -> Emissions:
-        requests = self._request_by_row[launched.rows]
-        requests[~settled.live] = None
-        outputs = {}
-        for i in np.nonzero(settled.finish_reason)[0].tolist():
-            row, length = int(launched.rows[i]), int(settled.start[i] + settled.num_visible[i])
-            output = self._logs.output(row, length)
-            reason = FinishReason(int(settled.finish_reason[i]))
-            outputs[i] = self._forget(requests[i], output, self._logs.accept_lens(row), reason)
-        self._meters.settled(launched, settled, requests)
-
-        def so_far(i: int) -> list[int]:
-            return self._logs.output(int(launched.rows[i]), int(settled.start[i] + settled.num_visible[i]))
-
-        return Emissions(requests, result.next_token_ids, settled.num_visible, outputs, so_far)
-
-    def _anybody_asks(self, launched: Launched) -> bool:
-        """Whether a row of the newest launch wants log-probabilities."""
-        return any(_asks(request.params) for request in self._request_by_row[launched.rows])
-
-    def _take_logprobs(
-        self, batch: ScheduleBatch, tables, launched: Launched, settled: Settled, result: GenerationBatchResult
-    ) -> None:
-        """What the launch says of the tokens it emitted, and of the prompts it computed."""
-        of_output, *of_prompt = (np.asarray(table) for table in tables)
-        num_prompts = batch.rows.shape[0] if of_prompt else 0
-        index = np.arange(launched.rows.shape[0])
-        if of_prompt:
-            index[num_prompts:] += self.limits.max_prefill_rows - num_prompts
-        ends = np.cumsum(batch.extend_lens)
-        for i in np.nonzero(settled.live)[0].tolist():
-            request, count = self._request_by_row[launched.rows[i]], int(settled.num_visible[i])
-            if request.logprobs is not None and count:
-                emitted = result.next_token_ids[i, :count].tolist()
-                request.logprobs += read_logprobs(of_output[index[i], :count], emitted, request.params.logprobs)
-            known = request.prompt_logprobs
-            if known is not None and i < num_prompts and len(known) < len(request.prompt):
-                table = of_prompt[0][ends[i] - batch.extend_lens[i] : ends[i]]
-                following = request.prompt[len(known) :][: len(table)].tolist()
-                known += read_logprobs(table[: len(following)], following, request.params.prompt_logprobs)
-
-    def _forget(
-        self, request: Request, token_ids: list[int], accept_lens: list[int], reason: FinishReason
-    ) -> RequestOutput:
-        del self._requests[request.serial]
-        self._text_stops.forget(request.serial)
-        self._num_asking -= _asks(request.params)
-        failed = None if self._grammars is None else self._grammars.close(request.serial)
-        self._serials_by_rid[request.rid].remove(request.serial)
-        if not self._serials_by_rid[request.rid]:
-            del self._serials_by_rid[request.rid]
-        if request.text is not None:
-            request.text.catch_up(token_ids, ended=True)
-        output = RequestOutput(
-            rid=request.rid,
-            index=request.index,
-            prompt_token_ids=request.prompt.tolist(),
-            token_ids=token_ids,
-            text=None if request.text is None else request.text.whole(),
-            finish_reason="timeout"
-            if request.is_late and reason is FinishReason.ABORT
-            else "error"
-            if failed is not None
-            else FINISH_NAMES[reason],
-            accept_lens=accept_lens,
-            logprobs=request.logprobs,
-            prompt_logprobs=request.prompt_logprobs,
-            cached_tokens=request.cached_tokens,
-            retractions=request.retractions,
-            lossy=self.worker.lossy and request.params.temperature > 0,
-            error=ERRORS.get(reason) if failed is None else f"the grammar could not be followed: {failed}",
-        )
-        self._meters.ended(request, output)
-        events.finished(request, output)
-        return output
 
     def _text_of(self, params: SamplingParams) -> RequestText | None:
         if self.tokenizer is None:
@@ -663,7 +536,3 @@ class Engine:
                 frontier=np.array(loop.device.future.new_seq_lens),
                 max_accept=self.worker.output_stride,
             )
-
-
-def _asks(params: SamplingParams) -> bool:
-    return params.logprobs is not None or params.prompt_logprobs is not None

@@ -206,6 +206,7 @@ def test_figures_of_a_contender():
     assert mixed.first_token_p50_ms.median == pytest.approx(200) and mixed.between_tokens_p95_ms.low == pytest.approx(
         10
     )
+    assert mixed.between_tokens_max_ms == mixed.between_tokens_p95_ms, "all gaps are alike"
     assert mixed.launches == Launches(prefill=2, mixed=4, decode=6, chunks=8) and mixed.retractions == 2
     one_token = dataclasses.replace(served_of([[1], [2]], 1.0), between_tokens_s=[])
     assert measure_served("plain", True, [one_token], [one_token], []).between_tokens_p50_ms is None
@@ -379,7 +380,14 @@ def printed(bench):
 
 def test_tables_name_every_figure(soaked):
     text = printed(ServeBench(trace=trace_of([]), prefix=None, soak=soaked))
-    for label in ("tokens/s", "over separate prefill", "ms to first token, p50", "p95", "ms between tokens, p50"):
+    for label in (
+        "tokens/s",
+        "over separate prefill",
+        "ms to first token, p50",
+        "p95",
+        "ms between tokens, p50",
+        "longest",
+    ):
         assert label in text
     for label in ("mixed", "chunks before", "identical output", "requests/s", "retractions", "evicted", "pages lost"):
         assert label in text
