@@ -43,6 +43,13 @@ def _check_real(field: str, value) -> None:
         raise ValueError(f"{field}={value} must be finite")
 
 
+def _check_logit(field: str, value) -> None:
+    """What is added to logits; beyond the bound it would only round them away."""
+    _check_real(field, value)
+    if not -1e4 <= value <= 1e4:
+        raise ValueError(f"{field}={value} must lie in [-10000, 10000]: a logit of the model is rarely above 100")
+
+
 def _as_ints(field: str, values, low: int) -> tuple[int, ...]:
     if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
         raise TypeError(f"{field}={values!r} must be a sequence of integers, got {type(values).__name__}")
@@ -66,7 +73,7 @@ def _as_bias(bias) -> Mapping[int, float]:
         raise TypeError(f"logit_bias={bias!r} must map token ids to numbers, got {type(bias).__name__}")
     for token, value in bias.items():
         _check_int("logit_bias's token id", token, 0, 2**31 - 1)
-        _check_real(f"logit_bias[{token}]", value)
+        _check_logit(f"logit_bias[{token}]", value)
     if len(bias) > MAX_LOGIT_BIAS:
         raise ValueError(f"logit_bias has {len(bias)} entries, at most {MAX_LOGIT_BIAS} are kept: drop some")
     return dict(bias)
@@ -173,10 +180,13 @@ class SamplingParams:
             _check_real("timeout_s", self.timeout_s)
             if not self.timeout_s > 0:
                 raise ValueError(f"timeout_s={self.timeout_s} must be positive; None never ends a request")
-        for field in ("repetition_penalty", "presence_penalty", "frequency_penalty"):
-            _check_real(field, getattr(self, field))
-        if not self.repetition_penalty > 0:
-            raise ValueError(f"repetition_penalty={self.repetition_penalty} must be positive; 1 changes nothing")
+        for field in ("presence_penalty", "frequency_penalty"):
+            _check_logit(field, getattr(self, field))
+        _check_real("repetition_penalty", self.repetition_penalty)
+        if not 1e-6 <= self.repetition_penalty <= 1e6:
+            raise ValueError(
+                f"repetition_penalty={self.repetition_penalty} must lie in [1e-06, 1e+06]: logits are divided by it; 1 changes nothing"
+            )
         object.__setattr__(self, "logit_bias", _as_bias(self.logit_bias))
         object.__setattr__(self, "bad_words", _as_strings("bad_words", self.bad_words))
         self._check_grammar()

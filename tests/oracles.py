@@ -505,7 +505,8 @@ class SlowScheduler:
         if retracted:
             survivors = [self.running[row] for row in rows]
             wanted = sum(len(r.output) for r in survivors) + 20 * len(survivors)
-            self.ratio = np.float32(min(1.0, wanted / (sum(r.max_new_tokens for r in survivors) + 1)))
+            ratio = np.float32(min(1.0, wanted / (sum(r.max_new_tokens for r in survivors) + 1)))
+            self.ratio = max(np.float32(self.limits.min_new_token_ratio), ratio)
         return rows
 
     def grow(self, rows):

@@ -82,6 +82,8 @@ def bad_word_tokens(words: Sequence[str], tokenizer: Tokenizer | None) -> tuple[
         bare = word.lstrip(" ")
         for spelling in (bare, " " + bare) if bare else (word,):
             ids = tuple(tokenizer.encode(spelling, add_special_tokens=False))
+            if not ids:
+                continue
             if len(ids) > MAX_BAD_WORD_LEN:
                 raise ValueError(
                     f"bad_words holds {word!r}, which is {len(ids)} tokens; at most {MAX_BAD_WORD_LEN} are kept: choose a shorter part of it"

@@ -155,7 +155,7 @@ class Contents:
         def so_far(i: int) -> list[int]:
             return self._logs.output(int(launched.rows[i]), int(settled.start[i] + settled.num_visible[i]))
 
-        return Emissions(requests, result.next_token_ids, settled.num_visible, outputs, so_far)
+        return Emissions(requests, result.next_token_ids, settled.start, settled.num_visible, outputs, so_far)
 
     def anybody_asks(self, launched: Launched) -> bool:
         """Whether a row of a launch wants log-probabilities."""
@@ -178,7 +178,9 @@ class Contents:
                 request.logprobs += read_logprobs(of_output[index[i], :count], emitted, request.params.logprobs)
             known = request.prompt_logprobs
             if known is not None and i < num_prompts and len(known) < len(request.prompt):
-                table = of_prompt[0][ends[i] - batch.extend_lens[i] : ends[i]]
+                # After a retraction the prompt is computed from the start again, and what is known already is passed over.
+                passed = len(known) - 1 - int(batch.prefix_lens[i])
+                table = of_prompt[0][ends[i] - batch.extend_lens[i] + passed : ends[i]]
                 following = request.prompt[len(known) :][: len(table)].tolist()
                 known += read_logprobs(table[: len(following)], following, request.params.prompt_logprobs)
 

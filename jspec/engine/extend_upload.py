@@ -46,7 +46,7 @@ def _sampling(request: Request, seed: int) -> dict[str, Any]:
         "min_p": p.min_p,
         "seed": seed,
         "prompt_len": num_prompt,
-        "stop_from": num_prompt + p.min_new_tokens,
+        "stop_from": num_prompt + p.min_new_tokens if p.min_new_tokens else 0,
         "stop_token_ids": request.stop_ids,
         "repetition_penalty": p.repetition_penalty,
         "presence_penalty": p.presence_penalty,

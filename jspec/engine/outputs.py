@@ -71,7 +71,7 @@ class Emission:
 
 
 class Emissions:
-    """What one step of the engine brought: iterates as `Emission`s, which are made only if somebody looks.
+    """What one step of the engine brought: iterates as `Emission`s, which are made only if somebody looks; for their text, before the next step.
 
     Attributes:
         tokens: i32[B, O], runs of the settled rows.
@@ -83,11 +83,12 @@ class Emissions:
         self,
         requests: list[Request | None],
         tokens: np.ndarray,
+        starts: np.ndarray,
         num_visible: np.ndarray,
         outputs: dict[int, RequestOutput],
         so_far: Callable[[int], list[int]],
     ):
-        self._requests, self._so_far = requests, so_far
+        self._requests, self._starts, self._so_far = requests, starts.tolist(), so_far
         self.tokens, self.num_visible, self.outputs = tokens, num_visible, outputs
 
     def __iter__(self) -> Iterator[Emission]:
@@ -95,6 +96,7 @@ class Emissions:
             if request is None or not (self.num_visible[i] or i in self.outputs):
                 continue
             token_ids, output = self.tokens[i, : self.num_visible[i]].tolist(), self.outputs.get(i)
+            start = self._starts[i]
             if request.text is not None and output is None:
                 request.text.catch_up(self._so_far(i))
             yield Emission(
@@ -103,7 +105,7 @@ class Emissions:
                 output=output,
                 index=request.index,
                 text=None if request.text is None else request.text.take(),
-                logprobs=request.logprobs[-len(token_ids) :] if request.logprobs and token_ids else None,
+                logprobs=None if request.logprobs is None else request.logprobs[start : start + len(token_ids)],
             )
 
 

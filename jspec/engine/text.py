@@ -4,7 +4,7 @@ import dataclasses
 
 from jspec.engine.logs import Request
 from jspec.models.tokenizer import TokenStream
-from jspec.state.results import GenerationBatchResult
+from jspec.state.results import GenerationBatchResult, RowStatus
 from jspec.state.scheduler_state import SchedulerState
 
 
@@ -63,13 +63,17 @@ class TextStops:
             return result
         launched = state.launched[0]
         serials = state.requests.serial[launched.rows] * (state.requests.epoch[launched.rows] == launched.epochs)
-        stop_at = result.stop_at.copy()
+        stop_at, requests = result.stop_at.copy(), state.requests
         for i, serial in enumerate(serials.tolist()):
-            if (text := self._texts.get(serial)) is None:
+            if (text := self._texts.get(serial)) is None or result.status[i] == RowStatus.NOT_FINITE:
                 continue
-            for place, token in enumerate(result.next_token_ids[i, : result.accept_lens[i]].tolist(), 1):
+            row = launched.rows[i]
+            # What lies behind the request's end is none of its text.
+            length = min(int(result.accept_lens[i]), int(requests.max_new_tokens[row] - requests.output_len[row]))
+            for place, token in enumerate(result.next_token_ids[i, :length].tolist(), 1):
                 text.push([token])
                 if text.stopped:
                     stop_at[i] = place
+                if text.stopped or token in requests.stop_token_ids[row]:
                     break
         return dataclasses.replace(result, stop_at=stop_at)

@@ -112,7 +112,8 @@ def make_room(
         ledger, cache = evict(state.ledger, state.prefix_cache, min(short, spare))
         state = replace(state, ledger=ledger, prefix_cache=cache)
     if any(gone.reason is FinishReason.NONE for gone in left):
-        state = replace(state, new_token_ratio=ratio_after_retraction(state, active))
+        ratio = max(np.float32(limits.min_new_token_ratio), ratio_after_retraction(state, active))
+        state = replace(state, new_token_ratio=ratio)
     return state, active, tuple(left)
 
 

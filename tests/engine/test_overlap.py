@@ -19,22 +19,26 @@ def test_a_launch_leaves_the_batch_and_the_state_untouched(monkeypatch):
     seen = []
 
     def frozen_plan(state, *, limits, real=engine_module.plan):
-        state, batch = real(state, limits=limits)
+        state, batch, left = real(state, limits=limits)
         for leaf in jax.tree.leaves((state, batch)):
             if isinstance(leaf, np.ndarray):
                 leaf.setflags(write=False)
         seen.append((batch, jax.tree.map(np.copy, batch)))
-        return state, batch
+        return state, batch, left
 
     monkeypatch.setattr(engine_module, "plan", frozen_plan)
-    engine = build(markov(), worker=oracle_worker())
+    engine = build(markov(), worker=oracle_worker(), mixed_batches=True, page_size=4, max_prefill_tokens=32)
     prompts = prompts_of(6)
     outputs = engine.generate(prompts, greedy(20))
     assert [o.token_ids for o in outputs] == [markov_continuation(p[-1], 20) for p in prompts]
     for batch, copy in seen:
         jax.tree.map(np.testing.assert_array_equal, batch, copy)
         assert batch is None or batch.forward_mode.is_planned
-    assert {batch.forward_mode for batch, _ in seen if batch} == {ForwardMode.EXTEND, ForwardMode.DECODE}
+    assert {batch.forward_mode for batch, _ in seen if batch} == {
+        ForwardMode.EXTEND,
+        ForwardMode.MIXED,
+        ForwardMode.DECODE,
+    }
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -42,10 +46,11 @@ def test_one_upload_one_download_at_most_two_dispatches(monkeypatch, overlap):
     """Per iteration, and independent of how long the context is."""
     uploads, call = [], Program.__call__
 
-    def spy(self, params, device, upload):
+    def spy(self, params, device, upload, *, logprobs):
+        assert not logprobs
         assert self.commit is None
         uploads.append(upload)
-        return call(self, params, device, upload)
+        return call(self, params, device, upload, logprobs=logprobs)
 
     monkeypatch.setattr(Program, "__call__", spy)
     sizes = {}
@@ -104,7 +109,14 @@ def test_a_lost_publish_is_caught(monkeypatch):
 def test_nothing_compiles_after_warm_up():
     """Every batch size, prompt length, sampling mix, abort and refusal of a soak runs in the programs built ahead (B71)."""
     engine = build(
-        transformer(), "ngram", max_running=8, checked=False, batch_buckets=(2, 8), prefill_buckets=(32, 128)
+        transformer(),
+        "ngram",
+        max_running=8,
+        checked=False,
+        batch_buckets=(2, 8),
+        prefill_buckets=(32, 128),
+        max_prefill_tokens=128,
+        mixed_batches=True,
     )
     rng = np.random.default_rng(0)
     for count in (1, 2, 3, 5, 8, 11):

@@ -70,9 +70,9 @@ def test_b02_no_upload_is_ever_touched_again(monkeypatch):
     keeps its content, no two share memory, and repeats agree with solo runs."""
     handed, call = [], Program.__call__
 
-    def spy(self, params, device, upload):
+    def spy(self, params, device, upload, **options):
         handed.append((upload, upload.copy()))
-        return call(self, params, device, upload)
+        return call(self, params, device, upload, **options)
 
     monkeypatch.setattr(Program, "__call__", spy)
     target = transformer(context_len=1100)

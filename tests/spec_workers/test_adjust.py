@@ -611,12 +611,6 @@ def test_what_a_grammar_does_not_allow_is_banned(kind):
         masks.calls.clear()
 
 
-HOISTED = pytest.mark.xfail(
-    strict=True, reason="XLA:CPU moves it out of the loop of `run_if`, which does not change what it reads"
-)
-
-
-@HOISTED
 def test_the_host_is_not_asked_where_no_row_has_a_grammar():
     """Another row of the table may have one: what counts is who is in the batch."""
     case, masks = some_case(np.random.default_rng(7), 3, "chain"), Masks()
@@ -630,7 +624,6 @@ def test_the_host_is_not_asked_where_no_row_has_a_grammar():
     assert (np.asarray(found)[:, :, :VOCAB] == case.expected).all() and not masks.calls
 
 
-@HOISTED
 def test_what_nobody_asks_for_is_not_computed():
     """Counts as large as the logits, above all: in the compiled program they are made behind the choice, not before it."""
     case = some_case(np.random.default_rng(8), 3, "chain")
