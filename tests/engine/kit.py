@@ -132,7 +132,8 @@ def build(target, algorithm: str = "plain", worker=None, tokenizer=None, **setti
     settings = {**defaults, **settings}
     settings.setdefault("batch_buckets", (settings["max_running"],))
     # Whole batches of prompts at once, unless a test asks for chunks.
-    settings.setdefault("max_prefill_tokens", 4 * settings.get("context_len", target.facts.context_len))
+    most = settings.get("prefill_buckets", (4 * settings.get("context_len", target.facts.context_len),))[-1]
+    settings.setdefault("max_prefill_tokens", most)
     settings.setdefault("prefill_buckets", (settings["max_prefill_tokens"],))
     settings.setdefault("mixed_batches", False)
     return Engine(EngineConfig(algorithm=algorithm, **settings), target=target, worker=worker, tokenizer=tokenizer)

@@ -107,7 +107,7 @@ def wanted():
 
 @pytest.mark.parametrize("worker", WORKERS)
 def test_greedy_rules_equal_full_recompute(worker):
-    """All cases in one batch, beside a request that asks for nothing: every token is what the rules, applied one at a time, choose."""
+    """B29: all cases in one batch, beside a request that asks for nothing: every token is what the rules, applied one at a time, choose."""
     params = [greedy(TOKENS, **case) for case in CASES.values()]
     outputs = engine_of(worker).generate([*prompts(), prompts()[0]], [*params, greedy(TOKENS)])
     for name, output in zip(CASES, outputs, strict=False):
@@ -181,7 +181,7 @@ def expect_logprobs(found, sequence, token, num_top):
 
 @pytest.mark.parametrize("worker", WORKERS)
 def test_logprobs_of_output_and_prompt(worker):
-    """The model's own, whatever penalties and temperature do to the choice; chunks, tails and neighbours that do not ask change nothing."""
+    """B42: the model's own, whatever penalties and temperature do to the choice; chunks, tails and neighbours that do not ask change nothing."""
     params = [
         greedy(10, logprobs=3),
         SamplingParams(max_new_tokens=10, temperature=2.0, seed=5, logprobs=0, presence_penalty=2.0),
@@ -205,6 +205,24 @@ def test_logprobs_of_output_and_prompt(worker):
                     expect_logprobs(output.prompt_logprobs[i], prompt[:i], prompt[i], p.prompt_logprobs)
 
 
+def test_prompt_logprobs_survive_a_retraction():
+    """A request is taken off its row in the middle of its prompt, and computed from the start again: no token is told of twice, or wrongly."""
+    engine = engine_of("chain")
+    engine.reset_summary()
+    prompt = prompts_of(1, seed=34, shortest=110, longest=110)[0]
+    low = engine.submit(prompt, greedy(3, prompt_logprobs=1, logprobs=0))
+    engine.step()
+    engine.submit(prompts()[0], greedy(3, priority=1))
+    outputs = {}
+    while engine.has_work:
+        outputs.update({e.rid: e.output for e in engine.step() if e.output is not None})
+    assert engine.summary().retractions == 1 and outputs[low].retractions == 1
+    found = outputs[low].prompt_logprobs
+    assert len(found) == len(prompt) and [x.token_id for x in found[1:]] == prompt[1:]
+    for i in range(1, len(prompt), 7):
+        expect_logprobs(found[i], prompt[:i], prompt[i], 1)
+
+
 def test_logprobs_end_where_the_output_does():
     """A stop inside an accepted run: as many log-probabilities as tokens, in the result and in the stream."""
     engine = engine_of("chain")
@@ -225,7 +243,7 @@ def test_logprobs_end_where_the_output_does():
 
 @pytest.mark.parametrize("worker", ["plain", "chain"])
 def test_n_answers(worker):
-    """Each is what a request with its own seed says; they come together, in order, and share the prompt's KV."""
+    """B78: each is what a request with its own seed says; they come together, in order, and share the prompt's KV."""
     engine = engine_of(worker)
     prompt = prompts_of(1, seed=33, shortest=40, longest=40)[0]
     params = SamplingParams(max_new_tokens=8, temperature=1.5, seed=100)

@@ -31,6 +31,11 @@ def alone(prompt: tuple[int, ...], length: int = TOKENS) -> list[int]:
     return slow_greedy(transformer(), list(prompt), length)
 
 
+def some_slow(*names: str, fast: tuple[str, ...]):
+    """Parameters, of which only the `fast` ones run every time."""
+    return [pytest.param(name, marks=() if name in fast else pytest.mark.slow) for name in names]
+
+
 def modes(engine) -> list[ForwardMode]:
     """Modes of the launches to come, as they are made."""
     seen, launch = [], engine._launch
@@ -75,7 +80,7 @@ UNLESS_SLOW += [pytest.param(name, False, id=f"{name}-no-overlap", marks=pytest.
 
 @pytest.mark.parametrize(("worker", "overlap"), UNLESS_SLOW)
 def test_chunks_and_tails_change_no_token(worker, overlap):
-    """Prompts of up to 90 tokens in chunks of at most 24, running requests along as tails: as each alone, without a cache."""
+    """B53: prompts of up to 90 tokens in chunks of at most 24, running requests along as tails: as each alone, without a cache."""
     engine = engine_of(worker, overlap=overlap)
     seen = modes(engine)
     prompts = prompts_of(10, seed=1, longest=90)
@@ -86,9 +91,9 @@ def test_chunks_and_tails_change_no_token(worker, overlap):
     assert_idle(engine)
 
 
-@pytest.mark.parametrize("worker", ["ngram", "chain", "tree", "multi-layer"])
+@pytest.mark.parametrize("worker", some_slow("ngram", "chain", "tree", "multi-layer", fast=("chain", "multi-layer")))
 def test_the_length_of_chunks_changes_no_draft(worker):
-    """Accept lengths, too, are the same for every length of chunks: the draft is fed the prompt's own next token at a chunk's end."""
+    """B50: accept lengths, too, are the same for every length of chunks: the draft is fed the prompt's own next token at a chunk's end."""
     prompts, seen = [np.tile(prompt, 3)[:90].tolist() for prompt in prompts_of(3, seed=2, shortest=40)], []
     for chunk in (12, 128):
         engine = engine_of(worker, max_prefill_tokens=chunk, max_running=1)
@@ -111,7 +116,7 @@ def assert_retracted(engine, prompts, params, wanted):
 
 @pytest.mark.parametrize("worker", list(workers()))
 def test_retraction_changes_no_token(worker):
-    """A pool that holds a third of what the requests want: some are retracted, all say what they say alone, nothing leaks."""
+    """B04: a pool that holds a third of what the requests want: some are retracted, all say what they say alone, nothing leaks."""
     prompts = prompts_of(8, seed=3, shortest=2, longest=12)
     assert_retracted(pressed(worker), prompts, greedy(50), [alone(tuple(prompt), 50) for prompt in prompts])
 
@@ -140,7 +145,7 @@ def test_retraction_changes_no_sampled_token(worker):
     assert_retracted(pressed(worker), prompts, params, wanted)
 
 
-@pytest.mark.parametrize("worker", list(workers()))
+@pytest.mark.parametrize("worker", some_slow(*workers(), fast=("ngram", "chain", "multi-layer")))
 def test_a_warm_prefix_changes_no_token_and_no_draft(worker):
     """B47: the same prompts twice, and prompts that go on from an answer: tokens and accept lengths are those of an engine without a cache."""
     stem = prompts_of(1, seed=5, shortest=40)[0]
@@ -158,6 +163,34 @@ def test_a_warm_prefix_changes_no_token_and_no_draft(worker):
             prompts = [[*p, *o.token_ids, 3] for p, o in zip(prompts, got, strict=True)]
             prompts = [p[: CONTEXT - TOKENS] for p in prompts]
     assert_idle(warm)
+
+
+@pytest.mark.parametrize("worker", some_slow("ngram", "chain", "tree", fast=("chain",)))
+def test_prompts_that_part_near_a_page_end(worker):
+    """B48: they share one token less than two pages, two pages, and a little more: accept lengths are those without a cache, since a page's name holds the
+    token that the draft's KV at its end has seen."""
+    stem, rest = prompts_of(2, seed=15, shortest=40)
+    cold = engine_of(worker, prefix_cache=False, max_running=1, max_prefill_tokens=128)
+    warm = engine_of(worker, max_running=1, max_prefill_tokens=128)
+    lookahead = workers()[worker].lookahead
+    for shared in range(7, 12):
+        other = [*stem[:shared], (stem[shared] + 1) % VOCAB, *rest]
+        warm.generate([stem], greedy(4))
+        want, got = (engine.generate([other], greedy(TOKENS))[0] for engine in (cold, warm))
+        assert (got.token_ids, got.accept_lens) == (want.token_ids, want.accept_lens)
+        assert got.cached_tokens == (shared - lookahead) // 4 * 4
+
+
+@pytest.mark.parametrize("worker", list(workers()))
+def test_a_last_chunk_of_one_token(worker):
+    """B51: prompts of a whole number of chunks, a token more and a token less, while others decode."""
+    engine = pressed(worker)
+    others = prompts_of(2, seed=16, shortest=5, longest=9)
+    prompts = [prompts_of(1, seed=17 + n, shortest=n, longest=n)[0] for n in (47, 48, 49)]
+    outputs = run_staggered(engine, [*others, *prompts], [greedy(TOKENS)] * 5, every=2)
+    for prompt, output in zip([*others, *prompts], outputs, strict=True):
+        assert output.token_ids == alone(tuple(prompt))
+    assert_idle(engine)
 
 
 def test_a_full_hit_still_computes_a_position():

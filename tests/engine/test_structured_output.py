@@ -106,9 +106,12 @@ def wanted():
     return [slow(prompt, p) for prompt, p in zip(prompts[:3], params, strict=False)]
 
 
-@pytest.mark.parametrize("worker", list(WORKERS))
+OFTEN = [pytest.param(name, marks=pytest.mark.slow if name == "tree" else ()) for name in WORKERS]
+
+
+@pytest.mark.parametrize("worker", OFTEN)
 def test_greedy_output_follows_its_grammar(worker):
-    """JSON schema, regular expression and GBNF in one batch, beside a request without: token for token what masking one token at a time gives."""
+    """B43, B44: JSON schema, regular expression and GBNF in one batch, beside a request without: token for token what masking one token at a time gives."""
     prompts, params = asked()
     outputs = engine_of(worker).generate(prompts, params)
     for name, want, output in zip(GRAMMARS, wanted(), outputs, strict=False):
@@ -123,7 +126,7 @@ def test_greedy_output_follows_its_grammar(worker):
     assert_idle(engine_of(worker))
 
 
-@pytest.mark.parametrize("worker", [name for name in WORKERS if name != "plain"])
+@pytest.mark.parametrize("worker", OFTEN[1:])
 def test_sampled_output_follows_its_grammar(worker):
     prompts, _ = asked()
     sampled = [
