@@ -257,7 +257,8 @@ class EngineConfig:
     kv_memory_bytes: int | None = None
     """Memory of each device for the KV pool. None: the device's free memory, less a tenth, where the device tells it; a quarter of the machine's memory elsewhere."""
     max_prefill_tokens: int | None = None
-    """Most prompt tokens that one launch prefills; a longer prompt is cut into chunks, at page ends. None: `context_len`, at most 2048."""
+    """Most prompt tokens that one launch prefills; a longer prompt is cut into chunks, at page ends. None: the last of `prefill_buckets`, or
+    `context_len`, at most 2048."""
     mixed_batches: bool = True
     """Running requests ride along, by one token, in launches that prefill others. Off makes them wait; the tokens are the same."""
     prefix_cache: bool = True

@@ -119,7 +119,8 @@ class Engine:
             context_len=context_len,
             alloc_len=worker.alloc_len,
             depth=int(config.overlap),
-            max_prefill_tokens=config.max_prefill_tokens or min(context_len, 2048),
+            max_prefill_tokens=config.max_prefill_tokens
+            or (config.prefill_buckets[-1] if config.prefill_buckets else min(context_len, 2048)),
             max_prefill_rows=min(config.max_running, 8),
             lookahead=worker.lookahead,
             mixed=config.mixed_batches and config.max_running > 1,
