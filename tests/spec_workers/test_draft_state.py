@@ -40,7 +40,7 @@ def carries(worker, prompts, *, num_tokens: int, **settings):
         for emission in emissions:
             texts[emission.rid] += emission.token_ids
             if emission.output is None:
-                row = engine._requests[engine._serial_by_rid[emission.rid]].row
+                row = engine._contents.get(engine._contents.serials(emission.rid)[0]).row
                 frontier = int(future.new_seq_lens[row])
                 assert frontier == len(texts[emission.rid]) - 1
                 seen[rids.index(emission.rid), frontier] = jax.tree.map(lambda x, row=row: x[row], future.carry)
