@@ -65,7 +65,7 @@ class _Budget:
 
     def __init__(self, state: SchedulerState, limits: Limits, set_aside: int):
         requests, ledger = state.requests, state.ledger
-        self.state, self.limits, self.page = state, limits, ledger.page_size
+        self.limits, self.page = limits, ledger.page_size
         self.unlocked = evictable(ledger, state.prefix_cache)
         self.tokens = limits.max_prefill_tokens
         self.pages = int(ledger.num_free) + int(self.unlocked.sum()) - set_aside
@@ -126,6 +126,15 @@ def _new_row(state: SchedulerState, request: Waiting, row: int, budget: _Budget)
 
 def _free_rows(state: SchedulerState) -> np.ndarray:
     return np.nonzero(state.requests.serial[1:] == 0)[0] + 1
+
+
+def may_admit(state: SchedulerState) -> bool:
+    """Whether a prompt goes on, or somebody waits and a row is free, or could be taken. Spares a full batch with a queue the counting of pages."""
+    if is_filling(state.requests, state.ledger.kv_committed_len).any():
+        return True
+    if not state.waiting:
+        return False
+    return bool((state.requests.serial[1:] == 0).any()) or len(_less_urgent(state, state.waiting.left)) > 0
 
 
 def preempt(state: SchedulerState, *, limits: Limits, set_aside) -> tuple[SchedulerState, tuple[Left, ...]]:

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jspec.scheduler.admit import admit, preempt
+from jspec.scheduler.admit import admit, may_admit, preempt
 from jspec.scheduler.prefix_cache import evictable
 from jspec.scheduler.reserve import Reserved, max_new_pages, pages_short, reserve
 from jspec.scheduler.retract import Left, decayed_ratio, leave, make_room
@@ -143,7 +143,7 @@ def plan(state: SchedulerState, *, limits: Limits) -> Planned:
         active = launchable(state.requests, state.ledger, state.launched)
         return int(pages_short(state.ledger, active, reserve_len=limits.reserve_len))
 
-    if state.waiting or is_filling(state.requests, state.ledger.kv_committed_len).any():
+    if may_admit(state):
         state, gone = preempt(state, limits=limits, set_aside=set_aside)
         left += gone
         active = launchable(state.requests, state.ledger, state.launched)

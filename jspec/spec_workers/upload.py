@@ -77,9 +77,10 @@ def pack_decode(batch: ScheduleBatch, *, bucket: int) -> np.ndarray:
     return upload
 
 
-def unpack_decode(upload) -> DecodeInputs:
-    """The inverse of `pack_decode`, on the device."""
-    return DecodeInputs(upload[:, 0], upload[:, 1], upload[0, 2], upload[:, 3], upload[:, DECODE_COLUMNS:])
+def unpack_decode(upload, forward_iter=None) -> DecodeInputs:
+    """The inverse of `pack_decode`, on the device. Tails are told their launch: there may be none to read it from."""
+    forward_iter = upload[0, 2] if forward_iter is None else forward_iter
+    return DecodeInputs(upload[:, 0], upload[:, 1], forward_iter, upload[:, 3], upload[:, DECODE_COLUMNS:])
 
 
 def pack_extend(
@@ -128,14 +129,8 @@ def unpack_extend(upload, *, sizes: ExtendSizes) -> ExtendInputs:
         sampling=sampling_of(table[:, 4:EXTEND_COLUMNS]),
         next_ids=table[:, EXTEND_COLUMNS:columns],
         page_table=table[:, columns:],
-        tails=unpack_decode(tail_table)._replace(forward_iter=table[0, 3])
-        if sizes.num_tails
-        else _no_tails(tail_table),
+        tails=unpack_decode(tail_table, forward_iter=table[0, 3]),
     )
-
-
-def _no_tails(table) -> DecodeInputs:
-    return DecodeInputs(table[:, 0], table[:, 1], jnp.int32(0), table[:, 3], table[:, DECODE_COLUMNS:])
 
 
 def apply_decode(device: "DeviceState", inputs: DecodeInputs) -> "DeviceState":
