@@ -97,7 +97,8 @@ def test_prefill_buckets_end_with_what_one_batch_may_prefill():
 def test_every_program_of_an_engine_is_built():
     """Decode by rows, pages and depth; prefill by tokens, alone and with tails, but where there could be none."""
     for max_running, num_tails in ((2, [0, 2]), (1, [0])):
-        engine = build(markov(), "plain", max_running=max_running, max_prefill_tokens=32, prefill_buckets=(32,))
+        settings = dict(max_prefill_tokens=32, prefill_buckets=(32,), mixed_batches=True)
+        engine = build(markov(), "plain", max_running=max_running, **settings)
         assert [sizes.num_tails for sizes in engine._buckets.prefill] == num_tails
         assert len(engine._programs) == len(engine._buckets.table_width) + len(num_tails)
         for sizes in engine._buckets.prefill:
