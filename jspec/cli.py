@@ -148,6 +148,9 @@ def generate(
         typer.Option(help='"xla", "pallas" or "pallas_interpret"; by default "pallas" on a TPU, "xla" elsewhere.'),
     ] = None,
     tensor_parallel: Annotated[int, typer.Option(help="Devices that share the model.")] = EngineConfig.tensor_parallel,
+    data_parallel: Annotated[
+        int, typer.Option(help="Ranks with requests and a KV pool of their own, a device each; they share the MLPs.")
+    ] = EngineConfig.data_parallel,
     checked: Annotated[bool, typer.Option("--checked", help="Check every invariant after every transition.")] = False,
     stream: Annotated[bool, typer.Option("--stream", help="Print text as it comes (without --json).")] = False,
     chat: Annotated[
@@ -223,6 +226,7 @@ def generate(
             overlap=overlap,
             kernels=kernels,
             tensor_parallel=tensor_parallel,
+            data_parallel=data_parallel,
             checked=checked,
             metrics_port=metrics_port,
         )

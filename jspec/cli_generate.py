@@ -127,7 +127,12 @@ class Generation:
         self._prompts = [AskedPrompt(f"r{i}", prompt.text, prompt.where) for i, prompt in enumerate(found, 1)]
         self._params, self._error, self._ok = params, error, True
         check_algorithm(config)
-        loaded = load_model(config.model, kernels=config.kernels, tensor_parallel=config.tensor_parallel)
+        loaded = load_model(
+            config.model,
+            kernels=config.kernels,
+            tensor_parallel=config.tensor_parallel,
+            data_parallel=config.data_parallel,
+        )
         self._tokenizer: Tokenizer = check_readable(loaded, chat)
         longest = config.context_len or loaded.target.facts.context_len
         for prompt in self._prompts:

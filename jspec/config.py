@@ -282,6 +282,9 @@ class EngineConfig:
     "pallas" on a TPU, "xla" elsewhere."""
     tensor_parallel: int = 1
     """Devices that share the model: each holds a part of every layer's heads and MLP, of the vocabulary and of the KV pool. Must divide them."""
+    data_parallel: int = 1
+    """Ranks, a device each, with requests, a scheduler and a KV pool of their own: attention runs per rank, the MLPs are shared and work on the tokens of
+    all. The sizes above (`max_running`, `kv_tokens`, ...) are those of one rank. Not together with `tensor_parallel`."""
     seed: int = 0
     """Seeds the requests that bring no seed of their own."""
     metrics_port: int | None = None
@@ -316,6 +319,11 @@ class EngineConfig:
         _check_int("page_size", self.page_size, 1, MAX_PAGE_SIZE)
         _check_int("max_running", self.max_running, 1, 4096)
         _check_int("tensor_parallel", self.tensor_parallel, 1)
+        _check_int("data_parallel", self.data_parallel, 1)
+        if self.tensor_parallel > 1 and self.data_parallel > 1:
+            raise ValueError(
+                f"data_parallel={self.data_parallel} and tensor_parallel={self.tensor_parallel}: a rank's attention runs on one device, so give one of them"
+            )
         if self.context_len is not None:
             _check_int("context_len", self.context_len, 2, why="a prompt token and one output token")
         for field in ("kv_tokens", "kv_memory_bytes", "max_prefill_tokens"):

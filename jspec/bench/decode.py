@@ -100,7 +100,12 @@ def prepare(job: DecodeJob) -> Prepared:
     for name in job.algorithms:
         check_algorithm(contender_config(job.config, name))
     sets = load_prompt_sets(job.prompt_sets, num_prompts=job.num_prompts)
-    loaded = load_model(job.config.model, kernels=job.config.kernels, tensor_parallel=job.config.tensor_parallel)
+    loaded = load_model(
+        job.config.model,
+        kernels=job.config.kernels,
+        tensor_parallel=job.config.tensor_parallel,
+        data_parallel=job.config.data_parallel,
+    )
     tokenizer = check_readable(loaded, job.chat)
     texts = [text for prompt_set in sets for text in prompt_set.texts]
     prompts = [encode_prompt(tokenizer, text, chat=job.chat) for text in texts]

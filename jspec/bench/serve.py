@@ -112,7 +112,12 @@ def prepare(job: ServeJob) -> Prepared:
         return Prepared(job, None, None, None)
     for name in job.algorithms:
         check_algorithm(contender_config(job.config, name))
-    loaded = load_model(job.config.model, kernels=job.config.kernels, tensor_parallel=job.config.tensor_parallel)
+    loaded = load_model(
+        job.config.model,
+        kernels=job.config.kernels,
+        tensor_parallel=job.config.tensor_parallel,
+        data_parallel=job.config.data_parallel,
+    )
     context_len = loaded.target.facts.context_len
     trace = _prepare_trace(job, loaded) if job.requests else None
     prefix = fit_prefix(job.config, job.prefix_tokens, model_context_len=context_len) if job.prefix_tokens else None

@@ -3,21 +3,17 @@
 import numpy as np
 
 from jspec.scheduler import Depth, DepthRules, observe, slot_of
-from jspec.state.batches import ForwardMode, ScheduleBatch
-from jspec.state.results import Launched
 
 
-def depth_of(depths: tuple[Depth, ...], rules: DepthRules, batch: ScheduleBatch, *, full: int) -> int:
-    """The depth that `batch` is to draft at; `full` where nothing is to be chosen."""
-    if not depths or batch.forward_mode is not ForwardMode.DECODE:
-        return full
-    return depths[slot_of(rules, batch.rows.shape[0])].depth
+def depth_of(depths: tuple[Depth, ...], rules: DepthRules, batch_size: int, *, full: int) -> int:
+    """The depth that a decode batch is to draft at; `full` where nothing is to be chosen."""
+    return depths[slot_of(rules, batch_size)].depth if depths else full
 
 
 def after_settle(
-    depths: tuple[Depth, ...], rules: DepthRules, launched: Launched, correct: np.ndarray, *, depth: int
+    depths: tuple[Depth, ...], rules: DepthRules, correct: np.ndarray, *, batch_size: int, depth: int
 ) -> tuple[Depth, ...]:
-    """The choices after a launch was settled. `correct`: accepted drafts of its live rows; `depth`: what it drafted at."""
-    if not depths or launched.forward_mode is not ForwardMode.DECODE or not correct.size:
+    """The choices after a decode launch was settled. `correct`: accepted drafts of its live rows; `depth`: what it drafted at."""
+    if not correct.size:
         return depths
-    return observe(depths, rules, batch_size=launched.rows.shape[0], depth=depth, accepted=float(correct.mean()))
+    return observe(depths, rules, batch_size=batch_size, depth=depth, accepted=float(correct.mean()))

@@ -2,10 +2,11 @@
 
 import dataclasses
 import heapq
+import itertools
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from prometheus_client import CollectorRegistry
@@ -26,19 +27,19 @@ from jspec.engine.pool import num_kv_pages
 from jspec.engine.programs import DecodeKey, Programs, use_compilation_cache
 from jspec.engine.text import RequestText
 from jspec.models.loading import load_model
-from jspec.models.parallel import num_devices, replicate
+from jspec.models.parallel import every_rank, num_devices, num_ranks, replicate
 from jspec.models.target import TargetModel
 from jspec.models.tokenizer import Tokenizer
 from jspec.scheduler import (
     Aborted,
     Depth,
     DepthRules,
-    Settled,
     abort,
     initial_depths,
     max_new_pages,
-    plan,
+    plan_ranks,
     retire,
+    route,
     settle_oldest,
     submit,
 )
@@ -49,20 +50,35 @@ from jspec.state.batches import ForwardMode, ScheduleBatch
 from jspec.state.invariants import check
 from jspec.state.ledger import total_pages
 from jspec.state.requests import FinishReason, Waiting
-from jspec.state.results import GenerationBatchResult, Launched, RowStatus
+from jspec.state.results import RowStatus
 from jspec.state.scheduler_state import Limits, SchedulerState, init_state
+
+
+class Unsettled(NamedTuple):
+    """A launch of all ranks, still being computed."""
+
+    batches: tuple[ScheduleBatch, ...]  # of each rank
+    outcome: Any
+    logprobs: tuple[Any, ...]  # tables; () where nobody asked
+    depth: int  # that it drafts to
+
+    @property
+    def is_decode(self) -> bool:
+        return any(batch.forward_mode is ForwardMode.DECODE for batch in self.batches)
 
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
     """What an iteration is folded over. The engine is its one holder: the device part is donated to each launch."""
 
-    state: SchedulerState
-    device: DeviceState
-    outcomes: tuple[Any, ...]  # of state.launched, oldest first; still being computed
-    logprobs: tuple[Any, ...]  # of state.launched: the batch and its tables; None where nobody asked
-    ran_at: tuple[int, ...]  # draft depths of state.launched
+    states: tuple[SchedulerState, ...]  # of each rank
+    device: DeviceState  # of all ranks; with a leading axis of them where there are several
+    unsettled: tuple[Unsettled, ...]  # the launches on record in the states, oldest first
     depths: tuple[Depth, ...]  # to draft at next, by batch size; () where the worker has one depth
+
+    def with_state(self, rank: int, state: SchedulerState) -> "Loop":
+        """This loop with another state of one rank."""
+        return dataclasses.replace(self, states=(*self.states[:rank], state, *self.states[rank + 1 :]))
 
 
 class Engine:
@@ -94,17 +110,23 @@ class Engine:
         if worker is None:
             check_algorithm(config)
         if target is None:
-            loaded = load_model(config.model, kernels=config.kernels, tensor_parallel=config.tensor_parallel)
+            loaded = load_model(
+                config.model,
+                kernels=config.kernels,
+                tensor_parallel=config.tensor_parallel,
+                data_parallel=config.data_parallel,
+            )
             target, tokenizer = loaded.target, tokenizer or loaded.tokenizer
         if config.kernels is not None and target.kernels != config.kernels:
             raise ValueError(
                 f"kernels={config.kernels!r}, but the given target runs {target.kernels!r}: build it with the same, or leave kernels out"
             )
-        if config.tensor_parallel not in (1, num_devices(target.mesh)):
-            raise ValueError(
-                f"tensor_parallel={config.tensor_parallel}, but the given target is shared by {num_devices(target.mesh)}: "
-                "build it with the same, or leave tensor_parallel out"
-            )
+        for field, found in (("tensor_parallel", num_devices(target.mesh)), ("data_parallel", num_ranks(target.mesh))):
+            if getattr(config, field) not in (1, found):
+                raise ValueError(
+                    f"{field}={getattr(config, field)}, but the given target is shared by {found}: "
+                    f"build it with the same, or leave {field} out"
+                )
         self.target, self.tokenizer = target, tokenizer
         worker = worker or build_worker(target, config)
         self.worker = worker = worker._replace(params=replicate(worker.params, target.mesh))
@@ -123,7 +145,7 @@ class Engine:
             or (config.prefill_buckets[-1] if config.prefill_buckets else min(context_len, 2048)),
             max_prefill_rows=min(config.max_running, 8),
             lookahead=worker.lookahead,
-            mixed=config.mixed_batches and config.max_running > 1,
+            mixed=config.mixed_batches and (config.max_running > 1 or num_ranks(target.mesh) > 1),
             policy=config.policy,
             new_token_ratio=first_ratio,
             min_new_token_ratio=last_ratio,
@@ -153,8 +175,8 @@ class Engine:
             )
         self._rules = DepthRules(slots=config.adaptive_steps)
         depths = initial_depths(self._rules, worker.depths[-1])
-        device = dataclasses.replace(worker.init(sizes), masks=self._grammars)
-        self._loop = Loop(state, replicate(device, target.mesh), (), (), (), depths)
+        device = dataclasses.replace(every_rank(target.mesh, lambda: worker.init(sizes)), masks=self._grammars)
+        self._loop = Loop((state,) * num_ranks(target.mesh), replicate(device, target.mesh), (), depths)
         self._buckets = make_buckets(config, self.limits, pages_per_row=pages_per_row)
         pages = max_new_pages(alloc_len=worker.alloc_len, depth=self.limits.depth, page_size=config.page_size)
         self._programs = Programs(
@@ -168,13 +190,16 @@ class Engine:
         self._deadlines: list[tuple[float, int]] = []  # heap of (time, serial)
         self._num_submitted = 0
         self._meters = Meters(worker.output_stride)
-        self._contents = Contents(
-            sizes.num_rows,
-            self.limits,
-            worker,
-            page_size=config.page_size if config.prefix_cache else None,
-            grammars=self._grammars,
-            meters=self._meters,
+        self._contents = tuple(
+            Contents(
+                sizes.num_rows,
+                self.limits,
+                worker,
+                page_size=config.page_size if config.prefix_cache else None,
+                grammars=self._grammars,
+                meters=self._meters,
+            )
+            for _ in self._loop.states
         )
         self._metrics = make_registry(weakref.WeakMethod(self._observed))
         port = config.metrics_port
@@ -185,18 +210,29 @@ class Engine:
 
     @property
     def num_kv_tokens(self) -> int:
-        """Tokens the KV pool holds."""
-        return total_pages(self._loop.state.ledger) * self.config.page_size
+        """Tokens the KV pool holds; of each rank."""
+        return total_pages(self._loop.states[0].ledger) * self.config.page_size
+
+    @property
+    def states(self) -> tuple[SchedulerState, ...]:
+        """The scheduler's state of each rank: values, safe to keep."""
+        return self._loop.states
 
     @property
     def state(self) -> SchedulerState:
-        """The scheduler's state: a value, safe to keep."""
-        return self._loop.state
+        """The scheduler's state, of the only rank.
+
+        Raises:
+            ValueError: there are several.
+        """
+        if len(self._loop.states) > 1:
+            raise ValueError(f"there are {len(self._loop.states)} ranks with a state each: ask for `states`")
+        return self._loop.states[0]
 
     @property
     def has_work(self) -> bool:
         """Whether a call of `step` can do anything."""
-        return bool(len(self._contents) or self._loop.state.launched or self._undelivered)
+        return bool(any(map(len, self._contents)) or self._loop.unsettled or self._undelivered)
 
     def summary(self) -> Summary:
         """Counters and times since the engine was built, or since `reset_summary`."""
@@ -224,8 +260,8 @@ class Engine:
     def __exit__(self, *_) -> None:
         self.close()
 
-    def _observed(self) -> tuple[SchedulerState, Meters]:
-        return self._loop.state, self._meters
+    def _observed(self) -> tuple[tuple[SchedulerState, ...], Meters]:
+        return self._loop.states, self._meters
 
     def reset_summary(self) -> None:
         """Starts the counters of `summary` anew."""
@@ -256,7 +292,7 @@ class Engine:
         tokens = tokenize(prompt, self.tokenizer)
         if params.stop and self.tokenizer is None:
             raise ValueError(f"stop={params.stop} needs a tokenizer: give the engine one, or stop_token_ids")
-        pages = total_pages(self._loop.state.ledger)
+        pages = total_pages(self._loop.states[0].ledger)
         max_new_tokens = check_request(
             tokens,
             params,
@@ -268,7 +304,7 @@ class Engine:
         bad_words = bad_word_tokens(params.bad_words, self.tokenizer)
         first = self._num_submitted + 1
         rid = rid if rid is not None else f"r{first}"
-        if self._contents.serials(rid):
+        if self._serials(rid):
             raise ValueError(
                 f"rid={rid!r} already names a request that waits or runs: choose another, or let the engine choose"
             )
@@ -282,12 +318,13 @@ class Engine:
         # A prompt whose log-probabilities are wanted is computed whole.
         stops, keys = (
             self._stop_ids(params),
-            () if params.prompt_logprobs is not None else self._contents.page_keys(tokens),
+            () if params.prompt_logprobs is not None else self._contents[0].page_keys(tokens),
         )
+        rank = route(self._loop.states, keys)  # all answers to a prompt share its KV
         for index in range(params.n):
             serial = first + index
             waiting = Waiting(serial, len(tokens), max_new_tokens, stops, priority=params.priority, page_keys=keys)
-            self._loop = dataclasses.replace(self._loop, state=submit(self._loop.state, waiting))
+            self._loop = self._loop.with_state(rank, submit(self._loop.states[rank], waiting))
             request = Request(
                 rid=rid,
                 serial=serial,
@@ -301,7 +338,7 @@ class Engine:
                 logprobs=None if params.logprobs is None else [],
                 prompt_logprobs=None if params.prompt_logprobs is None else [None],
             )
-            self._contents.add(request)
+            self._contents[rank].add(request)
             if params.timeout_s is not None:
                 heapq.heappush(self._deadlines, (time.monotonic() + params.timeout_s, serial))
             self._meters.submitted(request)
@@ -316,16 +353,20 @@ class Engine:
         Returns:
             False if no request of that name waits or runs; asking twice is harmless.
         """
-        serials = self._contents.serials(rid)
-        for serial in serials:
-            self._abort(serial)
+        serials = self._serials(rid)
+        for rank, serial in serials:
+            self._abort(rank, serial)
         return bool(serials)
 
-    def _abort(self, serial: int) -> None:
-        state, found = abort(self._loop.state, serial)
-        self._loop = dataclasses.replace(self._loop, state=state)
+    def _serials(self, rid: str) -> list[tuple[int, int]]:
+        """Rank and number of each request of that name."""
+        return [(rank, serial) for rank, contents in enumerate(self._contents) for serial in contents.serials(rid)]
+
+    def _abort(self, rank: int, serial: int) -> None:
+        state, found = abort(self._loop.states[rank], serial)
+        self._loop = self._loop.with_state(rank, state)
         if found is Aborted.WAITING:
-            self._undelivered.append(self._contents.end_off_row(serial, FinishReason.ABORT))
+            self._undelivered.append(self._contents[rank].end_off_row(serial, FinishReason.ABORT))
         self._check_state()
 
     def step(self) -> Iterable[Emission]:
@@ -336,13 +377,11 @@ class Engine:
         """
         self._meters.iteration_starts()
         self._end_late_requests()
-        self._loop, batch = self._launch(self._loop)
-        unsettled = len(self._loop.state.launched)
+        self._loop, launch = self._launch(self._loop)
         emissions: Iterable[Emission] = ()
-        if unsettled > (self.limits.depth if batch is not None else 0):
-            self._loop, launched, settled, result = self._settle(self._loop)
-            emissions = self._contents.emit(launched, settled, result)
-        self._meters.iteration_ends(decode=batch is not None and batch.forward_mode is ForwardMode.DECODE)
+        if len(self._loop.unsettled) > (self.limits.depth if launch is not None else 0):
+            self._loop, emissions = self._settle(self._loop)
+        self._meters.iteration_ends(decode=launch is not None and launch.is_decode)
         if self._undelivered:
             kept, self._undelivered = self._undelivered, []
             emissions = [*kept, *emissions]
@@ -385,80 +424,107 @@ class Engine:
         """Time is the shell's: to the scheduler a request that ran out of it is one that was aborted."""
         while self._deadlines and self._deadlines[0][0] <= time.monotonic():
             _, serial = heapq.heappop(self._deadlines)
-            request = self._contents.get(serial)
-            if request is None or self._loop.state.requests.to_finish[request.row]:
-                continue  # ended, or ending
-            request.is_late = True
-            self._abort(serial)
+            for rank, (contents, state) in enumerate(zip(self._contents, self._loop.states, strict=True)):
+                request = contents.get(serial)
+                if request is None or state.requests.to_finish[request.row]:
+                    continue  # on another rank; ended, or ending
+                request.is_late = True
+                self._abort(rank, serial)
 
     # --- the fold ----------------------------------------------------------------------------------------------------
 
-    def _launch(self, loop: Loop) -> tuple[Loop, ScheduleBatch | None]:
-        """Plans a batch and dispatches its programs; waits for nothing."""
-        state, batch, left = plan(loop.state, limits=self.limits)
-        for gone in left:
-            if (emission := self._contents.take_off(gone)) is not None:
-                self._undelivered.append(emission)
-        if batch is None:
-            return dataclasses.replace(loop, state=state), None
-        depth = depth_of(loop.depths, self._rules, batch, full=self.worker.depths[-1])
-        program, upload = self._extend(batch) if batch.forward_mode.is_prefill else self._decode(batch, depth)
-        asked = self._contents.anybody_asks(state.launched[-1])
+    def _launch(self, loop: Loop) -> tuple[Loop, Unsettled | None]:
+        """Plans a batch for each rank and dispatches the programs; waits for nothing."""
+        planned = plan_ranks(loop.states, limits=self.limits)
+        for contents, (_, _, left) in zip(self._contents, planned, strict=True):
+            for gone in left:
+                if (emission := contents.take_off(gone)) is not None:
+                    self._undelivered.append(emission)
+        loop = dataclasses.replace(loop, states=tuple(state for state, _, _ in planned))
+        batches = tuple(batch for _, batch, _ in planned if batch is not None)
+        if not batches:
+            return loop, None
+        is_prefill = any(batch.forward_mode.is_prefill for batch in batches)
+        most_rows = max(batch.rows.shape[0] for batch in batches)
+        full = self.worker.depths[-1]
+        depth = full if is_prefill else depth_of(loop.depths, self._rules, most_rows, full=full)
+        program, uploads = self._extend(batches) if is_prefill else self._decode(batches, depth)
+        upload = uploads[0] if len(uploads) == 1 else np.stack(uploads)
+        asked = any(
+            contents.anybody_asks(state.launched[-1])
+            for contents, state in zip(self._contents, loop.states, strict=True)
+        )
         device, outcome, logprobs = program(self.worker.params, loop.device, upload, logprobs=asked)
-        previous = loop.outcomes[-1] if loop.outcomes else None
+        previous = loop.unsettled[-1].outcome if loop.unsettled else None
+        launch = Unsettled(batches, outcome, logprobs, depth)
         self._meters.launched(
-            decode=batch.forward_mode is ForwardMode.DECODE,
+            decode=launch.is_decode,
             previous_running=previous is not None and not previous.is_ready(),
-            chained=batch.expected_iter.max() == batch.forward_iter - 1,
+            chained=any((batch.expected_iter == batch.forward_iter - 1).any() for batch in batches),
         )
-        events.launched(batch)
-        loop = Loop(
-            state,
-            device,
-            (*loop.outcomes, outcome),
-            (*loop.logprobs, (batch, logprobs) if asked else None),
-            (*loop.ran_at, depth),
-            loop.depths,
-        )
+        for batch in batches:
+            events.launched(batch)
+        loop = dataclasses.replace(loop, device=device, unsettled=(*loop.unsettled, launch))
         self._check_state(loop)
-        return loop, batch
+        return loop, launch
 
-    def _settle(self, loop: Loop) -> tuple[Loop, Launched, Settled, GenerationBatchResult]:
-        """Waits for the oldest outcome and applies it."""
+    def _settle(self, loop: Loop) -> tuple[Loop, Iterable[Emission]]:
+        """Waits for the oldest outcome and applies it, rank by rank."""
+        launch = loop.unsettled[0]
         start = time.perf_counter()
-        outcome = np.asarray(loop.outcomes[0])
+        outcomes = self._by_rank(launch.outcome)
         self._meters.waited(start)
-        launched = loop.state.launched[0]
-        num_tails = int(launched.commits.sum()) if launched.forward_mode is ForwardMode.MIXED else 0
-        num_rows = launched.rows.shape[0] - num_tails
-        result = unpack_outcome(outcome, num_rows, num_tails=num_tails, tails_at=self.limits.max_prefill_rows)
-        if (result.status == RowStatus.STALE_RELAY).any():
-            raise RuntimeError(
-                f"launch {loop.state.launched[0].forward_iter} read a FutureMap row that nobody published for it: a fault of jspec"
-            )
-        result = self._contents.find_stops(loop.state, result)
-        state, launched, settled = settle_oldest(loop.state, result)
-        self._contents.append(launched, settled, result)
-        if loop.logprobs[0] is not None:
-            batch, tables = loop.logprobs[0]
-            self._contents.take_logprobs(batch, tables, launched, settled, result)
-        if (settled.finish_reason != FinishReason.NONE).any():
-            state = retire(state, self._contents.keys_of_finished(state, launched, settled))
-        correct = result.accept_lens - self.worker.num_non_draft_tokens
-        depths = after_settle(loop.depths, self._rules, launched, correct[settled.live], depth=loop.ran_at[0])
-        loop = Loop(state, loop.device, loop.outcomes[1:], loop.logprobs[1:], loop.ran_at[1:], depths)
+        tables = tuple(map(self._by_rank, launch.logprobs))
+        states, emissions, correct = [], [], []
+        for rank, (contents, state) in enumerate(zip(self._contents, loop.states, strict=True)):
+            launched = state.launched[0]
+            num_tails = int(launched.commits.sum()) if launched.forward_mode is ForwardMode.MIXED else 0
+            sizes = {"num_tails": num_tails, "tails_at": self.limits.max_prefill_rows}
+            result = unpack_outcome(outcomes[rank], launched.rows.shape[0] - num_tails, **sizes)
+            if (result.status == RowStatus.STALE_RELAY).any():
+                raise RuntimeError(
+                    f"launch {launched.forward_iter} read a FutureMap row that nobody published for it: a fault of jspec"
+                )
+            result = contents.find_stops(state, result)
+            state, launched, settled = settle_oldest(state, result)
+            contents.append(launched, settled, result)
+            if tables:
+                own = [table[rank] for table in tables]
+                contents.take_logprobs(launch.batches[rank], own, launched, settled, result)
+            if (settled.finish_reason != FinishReason.NONE).any():
+                state = retire(state, contents.keys_of_finished(state, launched, settled))
+            correct.append((result.accept_lens - self.worker.num_non_draft_tokens)[settled.live])
+            emissions.append(contents.emit(launched, settled, result))
+            states.append(state)
+        self._meters.step_settled(decode=launch.is_decode)
+        depths = loop.depths
+        if depths and launch.is_decode:
+            sizes = {"batch_size": max(batch.rows.shape[0] for batch in launch.batches), "depth": launch.depth}
+            depths = after_settle(depths, self._rules, np.concatenate(correct), **sizes)
+        loop = Loop(tuple(states), loop.device, loop.unsettled[1:], depths)
         self._check_state(loop)
-        return loop, launched, settled, result
+        return loop, emissions[0] if len(emissions) == 1 else list(itertools.chain.from_iterable(emissions))
 
-    def _decode(self, batch: ScheduleBatch, depth: int):
-        bucket = fit(self._buckets.batch, batch.rows.shape[0])
-        width = fit(self._buckets.table_width, -(-int(batch.kv_bound) // self.config.page_size))
-        return self._programs[DecodeKey(bucket, width, depth)], pack_decode(batch, bucket=bucket)
+    def _by_rank(self, array: Any) -> np.ndarray:
+        """On the host, with a leading axis of ranks."""
+        found = np.asarray(array)
+        return found if len(self._contents) > 1 else found[None]
 
-    def _extend(self, batch: ScheduleBatch):
-        requests = self._contents.place(batch)
-        sizes = self._buckets.extend(int(batch.extend_lens.sum()), tails=batch.tails is not None)
-        return self._programs[sizes], extend_upload(batch, requests, sizes, seed_of=self._seed)
+    def _decode(self, batches: tuple[ScheduleBatch, ...], depth: int):
+        bucket = fit(self._buckets.batch, max(batch.rows.shape[0] for batch in batches))
+        bound = max(int(batch.kv_bound) for batch in batches)
+        width = fit(self._buckets.table_width, -(-bound // self.config.page_size))
+        uploads = [pack_decode(batch, bucket=bucket) for batch in batches]
+        return self._programs[DecodeKey(bucket, width, depth)], uploads
+
+    def _extend(self, batches: tuple[ScheduleBatch, ...]):
+        num_tokens = max(int(batch.extend_lens.sum()) for batch in batches)
+        sizes = self._buckets.extend(num_tokens, tails=any(batch.tails is not None for batch in batches))
+        uploads = [
+            extend_upload(batch, contents.place(batch), sizes, seed_of=self._seed)
+            for contents, batch in zip(self._contents, batches, strict=True)
+        ]
+        return self._programs[sizes], uploads
 
     def _stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
         """Ids that end a request."""
@@ -531,9 +597,6 @@ class Engine:
     def _check_state(self, loop: Loop | None = None) -> None:
         if self.config.checked:
             loop = loop or self._loop
-            check(
-                loop.state,
-                limits=self.limits,
-                frontier=np.array(loop.device.future.new_seq_lens),
-                max_accept=self.worker.output_stride,
-            )
+            frontiers = self._by_rank(loop.device.future.new_seq_lens)
+            for state, frontier in zip(loop.states, frontiers, strict=True):
+                check(state, limits=self.limits, frontier=frontier, max_accept=self.worker.output_stride)

@@ -18,13 +18,13 @@ def extend_upload(
     """The upload of `batch`.
 
     Args:
-        batch: an EXTEND or MIXED batch.
+        batch: an EXTEND or MIXED batch; or an IDLE one, beside others.
         requests: of its prompt rows, in order.
         sizes: of its program.
         seed_of: the seed of a request.
     """
     sampling = row_sampling([_sampling(request, seed_of(request)) for request in requests])
-    parts = []
+    parts = [np.zeros(0, np.int32)]
     next_ids = np.full((len(requests), sizes.lookahead), -1, np.int32)
     for i, request in enumerate(requests):
         tokens = request.fill_tokens()

@@ -161,22 +161,26 @@ class Meters:
         self._waited_s += self._idle_since - start
 
     def settled(self, launched: Launched, settled: Settled, requests: Sequence[Request]) -> None:
-        """After a settle. `requests`: of its rows, where they are live."""
-        self._last = now = time.perf_counter()
-        decode = launched.forward_mode is ForwardMode.DECODE
-        if decode:
+        """After the settle of a rank. `requests`: of its rows, where they are live."""
+        if launched.forward_mode is ForwardMode.DECODE:
             self.verifies += int(np.count_nonzero(settled.live))
-            self.iterations += 1
             self._uncounted.append(settled.num_visible)
             if len(self._uncounted) >= _UNCOUNTED:
                 self._count()
-            if self._last_decode is not None:
-                self._step_s.append(now - self._last_decode)
         else:
+            now = time.perf_counter()
             self.prefill_tokens += int(settled.num_visible.sum())
             for i in np.nonzero((settled.start == 0) & (settled.num_visible > 0))[0].tolist():
                 requests[i].first_token_at = now
                 self.time_to_first_token.observe(now - requests[i].submitted_at)
+
+    def step_settled(self, *, decode: bool) -> None:
+        """After a launch was settled on every rank."""
+        self._last = now = time.perf_counter()
+        if decode:
+            self.iterations += 1
+            if self._last_decode is not None:
+                self._step_s.append(now - self._last_decode)
         self._last_decode = now if decode else None
 
     def iteration_ends(self, *, decode: bool) -> None:

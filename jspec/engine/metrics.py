@@ -1,6 +1,7 @@
 """Prometheus metrics of an engine, read off its state and its meters when they are collected: the loop does nothing for them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.metrics_core import (
@@ -15,8 +16,8 @@ from jspec.engine.meters import Meters
 from jspec.state.ledger import num_pages_held, total_pages
 from jspec.state.scheduler_state import SchedulerState
 
-Observe = Callable[[], tuple[SchedulerState, Meters]]
-"""An engine's state and meters, as they are now."""
+Observe = Callable[[], tuple[tuple[SchedulerState, ...], Meters]]
+"""The states of an engine's ranks, and its meters, as they are now."""
 
 
 def make_registry(observe: Callable[[], Observe | None]) -> CollectorRegistry:
@@ -44,23 +45,41 @@ class EngineCollector(Collector):
         observe = self._observe()
         if observe is None:
             return
-        state, meters = observe()
-        yield from _of_state(state)
+        states, meters = observe()
+        yield from _of_states(states)
         yield from _of_meters(meters)
 
 
-def _of_state(state: SchedulerState) -> Iterator[Metric]:
-    ledger = state.ledger
-    private = num_pages_held(ledger) - ledger.cache_protected_len // ledger.page_size
-    yield _gauge("num_queue_reqs", "Requests that wait for a row.", len(state.waiting))
-    yield _gauge("num_running_reqs", "Requests that hold a row.", int((state.requests.serial > 0).sum()))
-    yield _gauge("kv_pages", "KV pages that exist: free + cached + held.", total_pages(ledger))
-    yield _gauge("kv_free_pages", "KV pages that nobody holds.", int(ledger.num_free))
-    yield _gauge("kv_cached_pages", "KV pages of the prefix cache, shared or not.", len(state.prefix_cache.pages))
-    yield _gauge("kv_held_pages", "KV pages that a running request holds alone.", int(private.sum()))
-    ratio = float(state.new_token_ratio)
+def _of_states(states: Sequence[SchedulerState]) -> Iterator[Metric]:
+    """Sums over the ranks; beside them, where there are several, how the requests are shared out."""
+
+    def total(of_state: Callable[[SchedulerState], Any]) -> int:
+        return sum(int(of_state(state)) for state in states)
+
+    def private(state: SchedulerState):
+        ledger = state.ledger
+        return (num_pages_held(ledger) - ledger.cache_protected_len // ledger.page_size).sum()
+
+    def running(state: SchedulerState):
+        return (state.requests.serial > 0).sum()
+
+    yield _gauge("num_queue_reqs", "Requests that wait for a row.", total(lambda s: len(s.waiting)))
+    yield _gauge("num_running_reqs", "Requests that hold a row.", total(running))
+    yield _gauge("kv_pages", "KV pages that exist: free + cached + held.", total(lambda s: total_pages(s.ledger)))
+    yield _gauge("kv_free_pages", "KV pages that nobody holds.", total(lambda s: s.ledger.num_free))
+    yield _gauge(
+        "kv_cached_pages", "KV pages of the prefix cache, shared or not.", total(lambda s: len(s.prefix_cache.pages))
+    )
+    yield _gauge("kv_held_pages", "KV pages that a running request holds alone.", total(private))
+    ratio = sum(float(state.new_token_ratio) for state in states) / len(states)
     yield _gauge("new_token_ratio", "Share of their remaining tokens that requests are expected to want.", ratio)
-    yield _gauge("unsettled_launches", "Launches under way, or whose outcome was not read yet.", len(state.launched))
+    unsettled = max(len(state.launched) for state in states)
+    yield _gauge("unsettled_launches", "Launches under way, or whose outcome was not read yet.", unsettled)
+    if len(states) > 1:
+        by_rank = GaugeMetricFamily("jspec_rank_running_reqs", "Requests that hold a row of a rank.", labels=["rank"])
+        for rank, state in enumerate(states):
+            by_rank.add_metric([str(rank)], int(running(state)))
+        yield by_rank
 
 
 def _of_meters(m: Meters) -> Iterator[Metric]:

@@ -15,13 +15,13 @@ _WORKSPACE_SHARE = 0.1
 def memory_budget_bytes(*, vocab_size: int, batch: int, verify_width: int) -> int:
     """Bytes the KV pool may take, by default: what the device has free, less a tenth and less the logits of one verify of the largest batch.
 
-    A CPU does not say what it has: a quarter of the machine's memory there.
+    A CPU does not say what it has: a quarter of the machine's memory there, shared by its virtual devices.
     """
     stats = jax.devices()[0].memory_stats()
     if stats and "bytes_limit" in stats:
         free = int((stats["bytes_limit"] - stats.get("bytes_in_use", 0)) * (1 - _WORKSPACE_SHARE))
     else:
-        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
+        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4 // jax.local_device_count()
     logits_bytes = batch * verify_width * vocab_size * 4
     return free - 2 * logits_bytes  # the logits and one filtered copy of them
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jspec.engine.buckets import Buckets
+from jspec.models.parallel import RANKS, num_ranks, on_ranks
 from jspec.spec_workers.base import DeviceState, PhaseOutput, SpecWorker
 from jspec.spec_workers.upload import DECODE_COLUMNS, ExtendSizes, unpack_decode, unpack_extend
 
@@ -87,23 +88,27 @@ def jitted(
 
     Args:
         params, device: shapes, with where their leaves lie; the device state is donated, and stays where it is.
-        upload: its shape.
-        mesh: devices that share the model; what is not split lies whole on each. None: one.
+        upload: its shape, of one rank.
+        mesh: devices that share the model: what is not split lies whole on each; or ranks, with a share each of all but the parameters. None: one device.
     """
     phase, commit = launch_functions(unpack, phase_fn, commit_fn, table_width)
+    phase = on_ranks(mesh, phase, params)
     whole, where, out = None, None, None
     if mesh is not None:
-        whole = NamedSharding(mesh, PartitionSpec())
+        whole = NamedSharding(mesh, PartitionSpec(RANKS) if num_ranks(mesh) > 1 else PartitionSpec())
         where = jax.tree.map(lambda leaf: leaf.sharding, device)
         out = PhaseOutput(device=where, outcome=whole, handoff=whole, logprobs=whole)
 
     def placed(tree):
         return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), tree)
 
+    if num_ranks(mesh) > 1:
+        upload = jax.ShapeDtypeStruct((num_ranks(mesh), *upload.shape), upload.dtype)
     upload = placed(upload)
     yield jax.jit(phase, donate_argnums=1, out_shardings=out), (params, device, upload)
     if commit is not None:
         handoff = placed(jax.eval_shape(phase, params, device, upload).handoff)
+        commit = on_ranks(mesh, commit, params)
         yield jax.jit(commit, donate_argnums=1, out_shardings=where), (params, device, handoff)
 
 

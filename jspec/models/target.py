@@ -35,6 +35,8 @@ class TargetModel(NamedTuple):
     * `logits(params, hidden[..., H]) -> f32[..., V]`.
     * `move_kv(kv_pages, source: i32[T], target: i32[T]) -> kv_pages`: copies the KV of tokens from slot to slot, see `kv_move`.
     * `embedding(params) -> [V, H]` and `head(params) -> [V, H]`: what a draft shares with its target.
+    * `agreed(value) -> value`: the largest of the ranks that run this model together; `value` itself where there is one. What chooses a branch with a
+      `forward` in it must be agreed on: every rank takes part in every forward.
     """
 
     facts: TargetFacts
@@ -45,6 +47,9 @@ class TargetModel(NamedTuple):
     move_kv: Callable[..., Any]
     embedding: Callable[..., Any]
     head: Callable[..., Any]
+    agreed: Callable[..., Any] = lambda value: value
     kernels: str = "xla"  # what its kernels run on: a draft's follow
-    mesh: Any = None  # devices that share it; None: one. A draft runs whole on each of them
+    mesh: Any = (
+        None  # devices that share it, see `jspec.models.parallel`; None: one. A draft runs whole on each of them
+    )
     config: Any = None  # what shaped the model, of its own type: what a draft is trained after. None where there is nothing to tell

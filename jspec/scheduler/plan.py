@@ -1,5 +1,6 @@
 """What runs next: prompts if any can start, with the running requests along, else one step of every running request that still needs it."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -72,6 +73,23 @@ def _decode_batch(
     return replace(state, requests=requests, ledger=ledger), batch
 
 
+def _plan_step(state: SchedulerState, limits: Limits) -> Planned:
+    """A step of every launchable row, not yet on record; requests leave if their pages do not suffice for all."""
+    active = launchable(state.requests, state.ledger, state.launched)
+    left: tuple[Left, ...] = ()
+    most = max_new_pages(alloc_len=limits.alloc_len, depth=limits.depth, page_size=state.ledger.page_size)
+    if state.ledger.num_free < most * active.shape[0]:  # else there is room for anything
+        state, active, left = make_room(state, active, limits=limits)
+    state, batch = _decode_batch(state, active, state.forward_iter + np.int32(1), limits)
+    if batch is not None and not left:
+        state = replace(state, new_token_ratio=decayed_ratio(state.new_token_ratio, limits))
+    return Planned(state, batch, left)
+
+
+def _on_record(state: SchedulerState, batch: ScheduleBatch) -> SchedulerState:
+    return replace(state, launched=(*state.launched, record(batch)), forward_iter=batch.forward_iter)
+
+
 def plan_decode(state: SchedulerState, *, limits: Limits) -> Planned:
     """Plans one DECODE step of every launchable row; requests leave if their pages do not suffice for all.
 
@@ -85,18 +103,8 @@ def plan_decode(state: SchedulerState, *, limits: Limits) -> Planned:
     Ensures: `kv_allocated_len >= kv_committed_len + reserve_len` for every row of the batch.
     Clock: `kv_allocated_len` through `reserve`; `last_launch`.
     """
-    active = launchable(state.requests, state.ledger, state.launched)
-    left: tuple[Left, ...] = ()
-    most = max_new_pages(alloc_len=limits.alloc_len, depth=limits.depth, page_size=state.ledger.page_size)
-    if state.ledger.num_free < most * active.shape[0]:  # else there is room for anything
-        state, active, left = make_room(state, active, limits=limits)
-    forward_iter = state.forward_iter + np.int32(1)
-    state, batch = _decode_batch(state, active, forward_iter, limits)
-    if batch is None:
-        return Planned(state, None, left)
-    ratio = state.new_token_ratio if left else decayed_ratio(state.new_token_ratio, limits)
-    state = replace(state, launched=(*state.launched, record(batch)), forward_iter=forward_iter, new_token_ratio=ratio)
-    return Planned(state, batch, left)
+    state, batch, left = _plan_step(state, limits)
+    return Planned(state if batch is None else _on_record(state, batch), batch, left)
 
 
 def _with_tails(
@@ -124,14 +132,14 @@ def _end_aborted_prompts(state: SchedulerState) -> tuple[SchedulerState, tuple[L
     return state, left
 
 
-def plan(state: SchedulerState, *, limits: Limits) -> Planned:
-    """The next launch: prefill goes before decode, and takes the running requests along as tails if `limits.mixed` says so.
+def plan_prefill(state: SchedulerState, *, limits: Limits) -> Planned:
+    """The next prompts, if any can start or go on, with the running requests along as tails if `limits.mixed` says so.
 
     Args:
         state: the scheduler's state, on NumPy arrays.
         limits: numbers to plan with.
 
-    Source: SGLang `get_next_batch_to_run`.
+    Source: SGLang `get_new_batch_prefill`.
     """
     left: tuple[Left, ...] = ()
     if not (state.requests.serial > 0).any():
@@ -143,23 +151,99 @@ def plan(state: SchedulerState, *, limits: Limits) -> Planned:
         active = launchable(state.requests, state.ledger, state.launched)
         return int(pages_short(state.ledger, active, reserve_len=limits.reserve_len))
 
-    if may_admit(state):
-        state, gone = preempt(state, limits=limits, set_aside=set_aside)
-        left += gone
-        active = launchable(state.requests, state.ledger, state.launched)
-        needed = set_aside(state)
-        room = int(state.ledger.num_free) + int(evictable(state.ledger, state.prefix_cache).sum())
-        # Where the running rows lack pages nobody starts: some of them will have to leave.
-        state, batch = admit(state, limits=limits, set_aside=needed) if needed <= room else (state, None)
-        if batch is not None:
-            if limits.mixed:
-                state, batch = _with_tails(state, batch, active, limits)
-            return Planned(state, batch, left)
-    state, batch, gone = plan_decode(state, limits=limits)
-    left += gone
-    if batch is None and not state.launched:
-        # A prompt that no page is left for, and nobody who could leave some.
+    if not may_admit(state):
+        return Planned(state, None, left)
+    state, gone = preempt(state, limits=limits, set_aside=set_aside)
+    active = launchable(state.requests, state.ledger, state.launched)
+    needed = set_aside(state)
+    room = int(state.ledger.num_free) + int(evictable(state.ledger, state.prefix_cache).sum())
+    # Where the running rows lack pages nobody starts: some of them will have to leave.
+    state, batch = admit(state, limits=limits, set_aside=needed) if needed <= room else (state, None)
+    if batch is not None and limits.mixed:
+        state, batch = _with_tails(state, batch, active, limits)
+    return Planned(state, batch, left + gone)
+
+
+def _end_if_stuck(planned: Planned) -> Planned:
+    """Where nothing can run, and nothing is under way: prompts that no page is left for, and nobody who could leave some."""
+    state, batch, left = planned
+    if batch is None and not any(item.rows.size for item in state.launched):
         for row in np.nonzero(state.requests.serial)[0]:
             state, ended = leave(state, int(row), FinishReason.OUT_OF_PAGES)
             left = (*left, ended)
     return Planned(state, batch, left)
+
+
+def plan(state: SchedulerState, *, limits: Limits) -> Planned:
+    """The next launch: prefill goes before decode.
+
+    Args:
+        state: the scheduler's state, on NumPy arrays.
+        limits: numbers to plan with.
+
+    Source: SGLang `get_next_batch_to_run`.
+    """
+    return plan_ranks((state,), limits=limits)[0]
+
+
+def plan_ranks(states: Sequence[SchedulerState], *, limits: Limits) -> tuple[Planned, ...]:
+    """The next launch of ranks that run their forwards together: a batch for each, or for none.
+
+    Modes never meet in one launch. Where a rank has prompts, the running rows of the others ride as the tails of a MIXED batch without prompts, each by its
+    one pending token, if `limits.mixed` says so, and wait otherwise. A rank with nothing to run runs an IDLE batch: what the launch does with the tokens
+    of all ranks, it does with every rank.
+
+    Args:
+        states: of each rank, on NumPy arrays.
+        limits: numbers to plan with.
+
+    Source: SGLang's data-parallel attention: prefill on any rank is agreed on before decode is chosen, other ranks idle; a plain decode batch may be viewed
+        as extends of one token. Here the view holds for every worker, since tails are bound late.
+    """
+    planned = [plan_prefill(state, limits=limits) for state in states]
+    prefills = any(batch is not None for _, batch, _ in planned)
+    for i, (state, batch, left) in enumerate(planned):
+        if batch is None:
+            step = _beside_prefill(state, limits) if prefills else plan_decode(state, limits=limits)
+            planned[i] = _end_if_stuck(step._replace(left=left + step.left))
+    if all(batch is None for _, batch, _ in planned):
+        return tuple(planned)
+    return tuple(_idle(item, limits) if item.batch is None else item for item in planned)
+
+
+def _beside_prefill(state: SchedulerState, limits: Limits) -> Planned:
+    """A rank without prompts, in a launch where another has some."""
+    if not limits.mixed:
+        return Planned(state, None, ())
+    state, tails, left = _plan_step(state, limits)
+    if tails is None:
+        return Planned(state, None, left)
+    no_prompts = _no_rows(tails.forward_iter, num_columns=state.ledger.page_table.shape[1])
+    batch = replace(no_prompts, tails=tails, kv_bound=tails.kv_bound, forward_mode=ForwardMode.MIXED)
+    return Planned(_on_record(state, batch), batch, left)
+
+
+def _idle(planned: Planned, limits: Limits) -> Planned:
+    state, _, left = planned
+    columns = max_new_pages(alloc_len=limits.alloc_len, depth=limits.depth, page_size=state.ledger.page_size)
+    batch = _no_rows(state.forward_iter + np.int32(1), num_columns=columns)
+    return Planned(_on_record(state, batch), batch, left)
+
+
+def _no_rows(forward_iter, *, num_columns: int) -> ScheduleBatch:
+    """An IDLE batch."""
+    none = np.zeros(0, np.int32)
+    return ScheduleBatch(
+        forward_iter=forward_iter,
+        rows=none,
+        epochs=none,
+        serials=none,
+        prefix_lens=none,
+        extend_lens=none,
+        expected_iter=none,
+        first_page=none,
+        new_pages=np.zeros((0, num_columns), np.int32),
+        kv_bound=np.int32(0),
+        goes_on=none.astype(bool),
+        forward_mode=ForwardMode.IDLE,
+    )

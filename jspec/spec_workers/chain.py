@@ -128,7 +128,7 @@ def chain(
 
             return forward
 
-        longest = 1 + jnp.max(num_drafts)
+        longest = target.agreed(1 + jnp.max(num_drafts))
         chosen = jnp.sum(longest > jnp.asarray(widths, jnp.int32), dtype=jnp.int32)
         shapes = jax.eval_shape(forward_at(verify_width), (device.kv_pages,))[1:]
         carried = (device.kv_pages, *(jnp.zeros(x.shape, x.dtype) for x in shapes))

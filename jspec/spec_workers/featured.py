@@ -132,7 +132,8 @@ def verify_chain(
     if len(widths) == 1:
         kv_pages, captured, hidden, logits = forward(width, device.kv_pages)
     else:
-        chosen = jnp.sum(1 + jnp.max(num_drafts) > jnp.asarray(widths, jnp.int32), dtype=jnp.int32)
+        longest = target.agreed(1 + jnp.max(num_drafts))
+        chosen = jnp.sum(longest > jnp.asarray(widths, jnp.int32), dtype=jnp.int32)
         shapes = jax.eval_shape(lambda: forward(width, device.kv_pages))[1:]
         carried = (device.kv_pages, *(jnp.zeros(x.shape, x.dtype) for x in shapes))
         for i, narrow in enumerate(widths):

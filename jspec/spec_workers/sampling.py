@@ -97,7 +97,7 @@ def row_sampling(rows: Sequence[Mapping[str, Any]]) -> np.ndarray:
                 column[i, : len(row[name])] = row[name]
             elif name in row:
                 column[i] = row[name]
-        parts.append(column.reshape(len(rows), -1).view(np.int32))
+        parts.append(column.reshape(len(rows), math.prod(field.shape)).view(np.int32))
     return np.concatenate(parts, axis=1)
 
 

@@ -89,7 +89,7 @@ def pack_extend(
     """`i32[T + B * (4 + SAMPLING_COLUMNS + L + P) + C * (4 + K)]`: the whole upload of an EXTEND or MIXED launch.
 
     Args:
-        batch: the plan.
+        batch: the plan; an IDLE one leaves everything empty.
         tokens: i32[sum of extend_lens], rows one after another.
         next_ids: i32[b, L], see `ExtendInputs`.
         sampling: i32[b, SAMPLING_COLUMNS], from `row_sampling`.
@@ -110,7 +110,8 @@ def pack_extend(
         table[:b, i] = column
     table[:b, 4:EXTEND_COLUMNS] = sampling
     table[:b, EXTEND_COLUMNS:columns] = next_ids
-    table[:b, columns:] = np.maximum(batch.new_pages[:, : sizes.table_width], 0)
+    pages = np.maximum(batch.new_pages[:, : sizes.table_width], 0)
+    table[:b, columns : columns + pages.shape[1]] = pages
     return upload
 
 

@@ -49,7 +49,7 @@ class GenerationBatchResult:
 
 def record(batch: ScheduleBatch) -> Launched:
     """What settle needs to know of `batch` after it was launched: its prompts, then its tails."""
-    if batch.forward_mode is ForwardMode.DECODE:
+    if not batch.forward_mode.is_prefill:
         always = np.ones(batch.rows.shape[0], bool)
         return Launched(
             forward_iter=batch.forward_iter,

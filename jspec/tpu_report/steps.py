@@ -110,7 +110,7 @@ def placed_params(shapes: Any, mesh: Mesh) -> Any:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
 
     if mesh.size > 1:
-        return jax.tree.map(one, shapes, specs(shapes))
+        return jax.tree.map(one, shapes, specs(shapes, mesh))
     placed = jax.tree.map(lambda leaf: one(leaf, PartitionSpec()), shapes)
     embed = placed["embed"]
     by_rows = Format(TABLE_LAYOUT, embed.sharding)

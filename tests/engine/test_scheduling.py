@@ -41,10 +41,10 @@ def modes(engine) -> list[ForwardMode]:
     seen, launch = [], engine._launch
 
     def watched(loop):
-        loop, batch = launch(loop)
-        if batch is not None:
-            seen.append(batch.forward_mode)
-        return loop, batch
+        loop, launched = launch(loop)
+        if launched is not None:
+            seen.append(launched.batches[0].forward_mode)
+        return loop, launched
 
     engine._launch = watched
     return seen
