@@ -77,10 +77,10 @@ def workers(target):
 
 
 CASES = [
-    ("chain", "plain", ()),
+    ("chain", "plain", pytest.mark.slow),
     ("tree", "plain", ()),
     ("tree", "top-k and top-p", pytest.mark.slow),
-    ("rejection", "plain", ()),
+    ("rejection", "plain", pytest.mark.slow),
     ("rejection", "top-k and top-p", ()),
     ("rejection, few tokens", "min-p", ()),
     ("multi-layer", "min-p", pytest.mark.slow),

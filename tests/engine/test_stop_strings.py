@@ -63,7 +63,7 @@ def test_b22_b23_b24_a_string_at_every_offset_of_a_run(accept, overlap):
                 assert chunks == want and len(want) == 1 + sum(output.accept_lens)
                 assert "".join(pieces) + stream.flush() == text and stop not in text
     assert_idle(chosen)
-    assert not chosen._contents._text_stops._texts  # nothing is kept of a request that ended
+    assert not chosen._contents[0]._text_stops._texts  # nothing is kept of a request that ended
 
 
 def test_the_earliest_of_several_wins_and_neighbours_do_not_notice():

@@ -106,10 +106,11 @@ def wanted():
     return [slow(prompt, p) for prompt, p in zip(prompts[:3], params, strict=False)]
 
 
-OFTEN = [pytest.param(name, marks=pytest.mark.slow if name == "tree" else ()) for name in WORKERS]
+def each(*names: str, slow: tuple[str, ...]):
+    return [*names, *(pytest.param(name, marks=pytest.mark.slow) for name in slow)]
 
 
-@pytest.mark.parametrize("worker", OFTEN)
+@pytest.mark.parametrize("worker", each("plain", "chain", slow=("ngram", "tree")))
 def test_greedy_output_follows_its_grammar(worker):
     """B43, B44: JSON schema, regular expression and GBNF in one batch, beside a request without: token for token what masking one token at a time gives."""
     prompts, params = asked()
@@ -126,7 +127,7 @@ def test_greedy_output_follows_its_grammar(worker):
     assert_idle(engine_of(worker))
 
 
-@pytest.mark.parametrize("worker", OFTEN[1:])
+@pytest.mark.parametrize("worker", each("chain", slow=("ngram", "tree")))
 def test_sampled_output_follows_its_grammar(worker):
     prompts, _ = asked()
     sampled = [
@@ -140,9 +141,10 @@ def test_sampled_output_follows_its_grammar(worker):
             check(name, output.text)
 
 
-def test_a_retracted_request_goes_on_with_its_grammar():
+@pytest.mark.parametrize("worker", each("ngram", slow=("chain", "tree")))
+def test_a_retracted_request_goes_on_with_its_grammar(worker):
     """Steps under way are thrown away and done again: the grammar follows the tokens, not the steps."""
-    engine = engine_of("chain", kv_tokens=120, schedule_conservativeness=0.01)
+    engine = engine_of(worker, kv_tokens=120, schedule_conservativeness=0.01)
     engine.reset_summary()
     prompts = prompts_of(8, seed=41, shortest=2, longest=8)
     params = greedy(40, regex="([a-f]{5}-){6}[0-9]{3}")

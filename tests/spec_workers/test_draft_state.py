@@ -28,9 +28,13 @@ def draft(kind: str, token_ids=None, **options):
     return random_draft(transformer(), 1, kind=kind, token_ids=token_ids, **options)
 
 
-def carries(worker, prompts, *, num_tokens: int, **settings):
+def engine_of(worker, **settings):
+    """An engine whose every prompt is computed whole."""
+    return build(transformer(), worker=worker, overlap=False, prefix_cache=False, **settings)
+
+
+def carries(engine, prompts, *, num_tokens: int):
     """{(prompt index, frontier): carry} after every settled step, and the outputs, of requests that run together."""
-    engine = build(transformer(), worker=worker, overlap=False, **settings)
     rids = [engine.submit(p, SamplingParams(max_new_tokens=num_tokens)) for p in prompts]
     texts = {rid: list(p) for rid, p in zip(rids, prompts, strict=True)}
     seen = {}
@@ -40,7 +44,8 @@ def carries(worker, prompts, *, num_tokens: int, **settings):
         for emission in emissions:
             texts[emission.rid] += emission.token_ids
             if emission.output is None:
-                row = engine._contents.get(engine._contents.serials(emission.rid)[0]).row
+                (contents,) = engine._contents
+                row = contents.get(contents.serials(emission.rid)[0]).row
                 frontier = int(future.new_seq_lens[row])
                 assert frontier == len(texts[emission.rid]) - 1
                 seen[rids.index(emission.rid), frontier] = jax.tree.map(lambda x, row=row: x[row], future.carry)
@@ -57,12 +62,12 @@ EVERY = [(kind, shape, page) for kind in ("eagle3", "eagle") for shape in SIZES 
 )
 def test_after_verifies_the_carry_is_that_of_a_prefill(kind, shape, page_size):
     hot = HOT if kind == "eagle3" else None
-    worker = eagle(transformer(), draft(kind, hot), sizes=SIZES[shape])
+    engine = engine_of(eagle(transformer(), draft(kind, hot), sizes=SIZES[shape]), page_size=page_size)
     prompts = prompts_of(3, seed=3, longest=20)
-    seen, texts = carries(worker, prompts, num_tokens=14, page_size=page_size)
+    seen, texts = carries(engine, prompts, num_tokens=14)
     assert len(seen) >= 3 * 8
     some = [key for i, key in enumerate(sorted(seen)) if i % 5 == 4]
-    fresh, _ = carries(worker, [texts[i][:frontier] for i, frontier in some], num_tokens=2, page_size=page_size)
+    fresh, _ = carries(engine, [texts[i][:frontier] for i, frontier in some], num_tokens=2)
     for place, (i, frontier) in enumerate(some):
         ours, theirs = seen[i, frontier], fresh[place, frontier]
         assert ours.bonus == theirs.bonus == texts[i][frontier]
@@ -73,22 +78,22 @@ def test_after_verifies_the_carry_is_that_of_a_prefill(kind, shape, page_size):
 
 @pytest.mark.parametrize("chained", [False, True])
 def test_the_first_module_is_never_stale(chained):
-    worker = multi_layer_eagle(transformer(), draft("multi-layer", chained=chained))
+    engine = engine_of(multi_layer_eagle(transformer(), draft("multi-layer", chained=chained)))
     prompts = prompts_of(3, seed=4, longest=20)
-    seen, texts = carries(worker, prompts, num_tokens=14)
+    seen, texts = carries(engine, prompts, num_tokens=14)
     some = [key for i, key in enumerate(sorted(seen)) if i % 5 == 4]
-    fresh, _ = carries(worker, [texts[i][:frontier] for i, frontier in some], num_tokens=2)
+    fresh, _ = carries(engine, [texts[i][:frontier] for i, frontier in some], num_tokens=2)
     for place, (i, frontier) in enumerate(some):
         assert seen[i, frontier].drafts[0] == fresh[place, frontier].drafts[0]
 
 
 def test_drafts_do_not_depend_on_neighbours():
     """B20: the same carry alone and among others, at every frontier."""
-    worker = eagle(transformer(), draft("eagle3", HOT), sizes=SIZES["tree"])
+    engine = engine_of(eagle(transformer(), draft("eagle3", HOT), sizes=SIZES["tree"]))
     prompts = prompts_of(4, seed=5, longest=20)
-    together, _ = carries(worker, prompts, num_tokens=10)
+    together, _ = carries(engine, prompts, num_tokens=10)
     for i, prompt in enumerate(prompts):
-        alone, _ = carries(worker, [prompt], num_tokens=10)
+        alone, _ = carries(engine, [prompt], num_tokens=10)
         for (_, frontier), carry in alone.items():
             np.testing.assert_array_equal(carry.topk_ids, together[i, frontier].topk_ids)
             np.testing.assert_allclose(carry.hidden, together[i, frontier].hidden, atol=2e-4)
@@ -99,14 +104,12 @@ def test_nan_in_every_slot_that_must_not_be_read(page_size):
     """B67: pools full of NaN change nothing: not the text, not one proposal."""
     prompts = prompts_of(3, seed=6, longest=20)
     for shape in (SIZES["chain"], SIZES["tree"]):
-        worker = eagle(transformer(), draft("eagle3", HOT), sizes=shape)
-        clean, texts = carries(worker, prompts, num_tokens=10, page_size=page_size)
-
-        def init(sizes, worker=worker):
-            device = worker.init(sizes)
-            poison = [jnp.full_like(pool, jnp.nan) for pool in (device.kv_pages, device.draft_kv_pages)]
-            return dataclasses.replace(device, kv_pages=poison[0], draft_kv_pages=poison[1])
-
-        dirty, dirty_texts = carries(worker._replace(init=init), prompts, num_tokens=10, page_size=page_size)
+        engine = engine_of(eagle(transformer(), draft("eagle3", HOT), sizes=shape), page_size=page_size)
+        clean, texts = carries(engine, prompts, num_tokens=10)
+        device = engine._loop.device
+        poison = [jnp.full_like(pool, jnp.nan) for pool in (device.kv_pages, device.draft_kv_pages)]
+        device = dataclasses.replace(device, kv_pages=poison[0], draft_kv_pages=poison[1])
+        engine._loop = dataclasses.replace(engine._loop, device=device)
+        dirty, dirty_texts = carries(engine, prompts, num_tokens=10)
         assert dirty_texts == texts
         jax.tree.map(np.testing.assert_array_equal, dirty, clean)
