@@ -41,10 +41,14 @@ def run_steps(chip: str, job: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Figures of each program of a worker on a model."""
     import jax
 
-    from jspec.tpu_report.steps import StepJob, build, mesh_size, programs
+    from jspec.models import parallel
+    from jspec.tpu_report.jobs import RANKS, StepJob
+    from jspec.tpu_report.steps import build, mesh_size, programs
 
     step = StepJob(**job)
-    mesh, _ = _mesh(chip, mesh_size(step, CHIPS[chip].hbm_gib << 30))
+    ranks = RANKS.get(step.worker)
+    size, axis = (ranks, parallel.RANKS) if ranks else (mesh_size(step, CHIPS[chip].hbm_gib << 30), parallel.AXIS)
+    mesh, _ = _mesh(chip, size, axis)
     worker = build(step, mesh)
     with jax.sharding.set_mesh(mesh):
         for name, function, arguments in programs(step, worker, mesh):
@@ -82,16 +86,14 @@ def _memory(compiled: Any, started: float) -> dict[str, Any]:
     }
 
 
-def _mesh(chip: str, size: int = 1) -> tuple[Any, Any]:
+def _mesh(chip: str, size: int = 1, axis: str = "tensor") -> tuple[Any, Any]:
     """A mesh of devices of the chip, and the sharding that puts an array on each."""
     import numpy as np
     from jax.experimental import topologies
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-    from jspec.models.parallel import AXIS
-
     devices = topologies.get_topology_desc(CHIPS[chip].topology, "tpu").devices
-    mesh = Mesh(np.array(devices[:size]), (AXIS,))
+    mesh = Mesh(np.array(devices[:size]), (axis,))
     return mesh, NamedSharding(mesh, PartitionSpec())
 
 

@@ -77,6 +77,10 @@ VERIFIES = {"plain": 1, "verify of 8": 8}
 """Workers that verify so many given tokens and do nothing else: what a verify costs."""
 
 
+RANKS = {"ngram on 4 ranks": 4}
+"""Workers on so many devices with requests, and a KV pool, of their own each; `batch` is that of one."""
+
+
 def shape_of(model: str, devices: int) -> str:
     """The name of the heads that one device has of a model."""
     whole = SMALL if model == SMALL else EIGHT
@@ -85,7 +89,7 @@ def shape_of(model: str, devices: int) -> str:
 
 STEP_MODELS = (SMALL, "Llama-3.1-8B", "Qwen3-8B")
 
-STEP_WORKERS = (*VERIFIES, "ngram", "eagle3 chain of 3", "eagle3 tree of 8", "multi-layer")
+STEP_WORKERS = (*VERIFIES, "ngram", "eagle3 chain of 3", "eagle3 tree of 8", "multi-layer", *RANKS)
 
 
 def step_jobs(models: str = "", workers: str = "") -> list[StepJob]:

@@ -14,13 +14,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jspec.engine.programs import jitted
 from jspec.models.eagle_draft import EagleConfig, draft_param_shapes, eagle_draft
 from jspec.models.llama import LlamaConfig, llama_target, param_shapes
-from jspec.models.parallel import POOL, TABLE_LAYOUT, specs
+from jspec.models.parallel import POOL, TABLE_LAYOUT, num_devices, num_ranks, specs
 from jspec.models.target import TargetModel
 from jspec.scheduler.reserve import max_new_pages
 from jspec.spec_workers import EagleSizes, Proposal, SpecWorker, chain, eagle, multi_layer_eagle, ngram, plain
 from jspec.spec_workers.base import DeviceSizes
 from jspec.spec_workers.upload import DECODE_COLUMNS, ExtendSizes, unpack_decode, unpack_extend
-from jspec.tpu_report.jobs import VERIFIES, StepJob
+from jspec.tpu_report.jobs import RANKS, VERIFIES, StepJob
 
 MODELS = {
     "SmolLM2-135M": LlamaConfig(
@@ -47,6 +47,7 @@ WORKERS: dict[str, Callable[[TargetModel], SpecWorker]] = {
         target, _draft(target, "eagle3"), sizes=EagleSizes(num_steps=3, topk=4, num_draft_tokens=8)
     ),
     "multi-layer": lambda target: multi_layer_eagle(target, _draft(target, "multi-layer")),
+    **dict.fromkeys(RANKS, ngram),
 }
 
 
@@ -96,7 +97,7 @@ def mesh_size(job: StepJob, hbm_bytes: int) -> int:
 
 
 def build(job: StepJob, mesh: Mesh) -> SpecWorker:
-    """The worker, on the kernels of a TPU; a mesh of more than one device shares the target."""
+    """The worker, on the kernels of a TPU; a mesh of more than one device shares the target, or its MLPs."""
     config = MODELS[job.model]
     params = placed_params(param_shapes(config, jnp.bfloat16), mesh)
     target = llama_target(config, params, kernels="pallas", dtype=jnp.bfloat16, mesh=mesh if mesh.size > 1 else None)
@@ -130,7 +131,10 @@ def programs(job: StepJob, worker: SpecWorker, mesh: Mesh) -> Iterator[tuple[str
         page_size=job.page_size,
     )
     device = jax.eval_shape(functools.partial(worker.init, sizes))
-    pool = NamedSharding(mesh, POOL if mesh.size > 1 else PartitionSpec())
+    if (ranks := num_ranks(mesh)) > 1:
+        own = NamedSharding(mesh, PartitionSpec(mesh.axis_names[0]))
+        device = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((ranks, *leaf.shape), leaf.dtype, sharding=own), device)
+    pool = NamedSharding(mesh, POOL if num_devices(mesh) > 1 else PartitionSpec())
     device = _placed(dataclasses.replace(device, kv_pages=_placed(device.kv_pages, pool)), mesh)
     params = _placed(worker.params, mesh)
 
