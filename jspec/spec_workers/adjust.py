@@ -1,5 +1,7 @@
 """What a request asks of the target's logits before anything reads them: penalties, biases, tokens and words that may not come."""
 
+import functools
+import operator
 from typing import Any, NamedTuple
 
 import jax
@@ -57,18 +59,33 @@ def adjust_logits(device: DeviceState, rows, logits, path: Path, *, table_width:
     early = path.start[:, None] + path.depths + 1 < s.stop_from[rows][:, None]
     penalised = (s.repetition_penalty != 1) | (s.presence_penalty != 0) | (s.frequency_penalty != 0)
     listed = (s.bias_ids[:, 0] >= 0) | (s.bad_words[:, 0, 0] >= 0)
-    wanted = jnp.any(early) | jnp.any((penalised | listed)[rows])
+    wanted = jnp.any(early, axis=1) | (penalised | listed)[rows]
 
-    def adjust(logits):
-        before = history(device, rows, table_width=table_width)
-        logits = _penalise(s, rows, logits, path, before)
-        logits = _edit(s, rows, logits, path, before)
-        # Compared, not scattered: elementwise, so that XLA writes over the logits.
-        vocabulary = jnp.arange(logits.shape[-1], dtype=jnp.int32)
-        stops = jnp.any(s.stop_token_ids[rows][..., None] == vocabulary, axis=1)
-        return jnp.where(early[..., None] & stops[:, None, :], BANNED, logits)
+    batch_size, width, vocab_size = logits.shape
 
-    logits = run_if(wanted, adjust, logits)
+    def adjust(flat):
+        # A row at a time, of those that ask: what it takes is a few times as large as the logits of a row. Nodes are not an axis of their own between
+        # the rows, since a TPU would pad an axis of one to eight.
+        def one(i, flat):
+            def own(x):
+                return lax.dynamic_slice_in_dim(x, i, 1)
+
+            def change(x):
+                x, row, nodes = x[None], own(rows), Path(*map(own, path))
+                before = history(device, row, table_width=table_width)
+                x = _edit(s, row, _penalise(s, row, x, nodes, before), nodes, before)
+                # Compared one id after another, neither scattered nor reduced: elementwise, so that XLA writes over the logits.
+                vocabulary = jnp.arange(x.shape[-1], dtype=jnp.int32)
+                stops = functools.reduce(operator.or_, (ids == vocabulary for ids in s.stop_token_ids[row[0]]))
+                return jnp.where(own(early)[..., None] & stops, BANNED, x)[0]
+
+            x = lax.dynamic_slice_in_dim(flat, i * width, width)
+            x = lax.cond(wanted[i], change, lambda x: x, x)
+            return lax.dynamic_update_slice_in_dim(flat, x, i * width, 0)
+
+        return lax.fori_loop(0, batch_size, one, flat)
+
+    logits = run_if(jnp.any(wanted), adjust, logits.reshape(-1, vocab_size)).reshape(logits.shape)
     if device.masks is None:
         return logits
     ask, num_words = device.masks, -(-logits.shape[-1] // 32)

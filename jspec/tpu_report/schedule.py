@@ -49,15 +49,28 @@ def read_loops(lines: Iterable[str]) -> list[Loop]:
 
 
 def estimated_cycles(program: str) -> int:
-    """Cycles that XLA's own cost model gives to a compiled program's operations, the body of a loop counted once. It knows nothing of Pallas kernels."""
-    inner = set(re.findall(r"(?:calls|to_apply)=%?([\w.-]+)", program))
-    total, counted = 0, False
+    """Cycles that XLA's own cost model gives to a compiled program's operations: the body of a loop once, and of a choice the cheapest branch, which is that of
+    a step whose requests are greedy and ask for nothing more. It knows nothing of Pallas kernels."""
+    cycles: dict[str, int] = {}
+    inner: dict[str, list[list[str]]] = {}  # by computation: what it runs, each a list to choose from
+    entry = name = ""
     for line in program.splitlines():
-        if found := re.match(r"(?:ENTRY )?%?([\w.-]+) \(.*\{$", line):
-            counted = found[1] not in inner
-        elif counted and (cycles := re.search(r'"estimated_cycles":"(\d+)"', line)):
-            total += int(cycles[1])
-    return total
+        if found := re.match(r"(ENTRY )?%?([\w.-]+) \(.*\{$", line):
+            name = found[2]
+            cycles[name], inner[name] = 0, []
+            entry = name if found[1] else entry
+        elif name:
+            cycles[name] += sum(map(int, re.findall(r'"estimated_cycles":"(\d+)"', line)))
+            inner[name] += [[part] for part in re.findall(r"(?:body|condition)=%?([\w.-]+)", line)]
+            if branches := re.search(r"branch_computations=\{([^}]*)\}", line):
+                inner[name].append(re.findall(r"[\w.-]+", branches[1]))
+            elif branches := re.search(r"true_computation=%?([\w.-]+), false_computation=%?([\w.-]+)", line):
+                inner[name].append(list(branches.groups()))
+
+    def total(name: str) -> int:
+        return cycles.get(name, 0) + sum(min(map(total, choice)) for choice in inner.get(name, []))
+
+    return total(entry)
 
 
 def run_loop(loops: Sequence[Loop], tokens: int) -> Loop | None:

@@ -87,12 +87,20 @@ def test_cycles_of_xla_are_those_of_what_runs():
 %body (p: f32[8]) -> f32[8] {
   %b = f32[8] fusion(%p), kind=kLoop, calls=%fused, backend_config={"flags":[],"estimated_cycles":"20"}
 }
+%asked (p: f32[8]) -> f32[8] {
+  %e = f32[8] while(%p), condition=%cond, body=%body, backend_config={"estimated_cycles":"500"}
+}
+%nothing (p: f32[8]) -> f32[8] {
+  ROOT %g = f32[8] copy(%p), backend_config={"estimated_cycles":"4"}
+}
 ENTRY %main (p: f32[8]) -> f32[8] {
   %c = f32[8] while(%p), condition=%cond, body=%body
-  ROOT %d = f32[8] fusion(%c), calls=%fused, backend_config={"estimated_cycles":"3"}
+  %h = f32[8] conditional(%q, %c, %c), branch_computations={%nothing, %asked}
+  %i = f32[8] conditional(%q, %h, %h), true_computation=%asked, false_computation=%nothing
+  ROOT %d = f32[8] fusion(%i), calls=%fused, backend_config={"estimated_cycles":"3"}
 }
 """
-    assert estimated_cycles(text) == 23
+    assert estimated_cycles(text) == 20 + 4 + 4 + 3
 
 
 def test_what_a_verify_costs_against_a_plain_step():
