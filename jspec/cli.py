@@ -11,6 +11,7 @@ import typer
 
 from jspec.cli_errors import print_error, usage_errors
 from jspec.cli_tpu_report import tpu_report
+from jspec.cli_trace import trace as trace_commands
 from jspec.cli_train import train
 from jspec.config import EngineConfig, SamplingParams
 
@@ -24,6 +25,7 @@ bench = typer.Typer(help="Measure the engine.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 app.command("train", no_args_is_help=True)(train)
 app.command("tpu-report")(tpu_report)
+app.add_typer(trace_commands, name="trace")
 
 Model = Annotated[str, typer.Option(help='A GGUF file, a Hugging Face directory, or "smollm2".')]
 Algorithm = Annotated[
@@ -151,6 +153,9 @@ def generate(
     data_parallel: Annotated[
         int, typer.Option(help="Ranks with requests and a KV pool of their own, a device each; they share the MLPs.")
     ] = EngineConfig.data_parallel,
+    trace: Annotated[
+        str | None, typer.Option(help="A file to record the run in; `jspec trace` reads it.", show_default=False)
+    ] = None,
     checked: Annotated[bool, typer.Option("--checked", help="Check every invariant after every transition.")] = False,
     stream: Annotated[bool, typer.Option("--stream", help="Print text as it comes (without --json).")] = False,
     chat: Annotated[
@@ -227,6 +232,7 @@ def generate(
             kernels=kernels,
             tensor_parallel=tensor_parallel,
             data_parallel=data_parallel,
+            trace=trace,
             checked=checked,
             metrics_port=metrics_port,
         )

@@ -290,6 +290,8 @@ class EngineConfig:
     metrics_port: int | None = None
     """TCP port at which the engine's Prometheus metrics are served, at `/metrics` on every interface, until `Engine.close`. 0: any free one, which
     `Engine.metrics_port` tells. None: not served."""
+    trace: str | None = None
+    """A file to record the run in, until `Engine.close`: every input of the scheduler and its clocks at every launch. See `jspec trace --help`."""
     checked: bool = False
     """Check every invariant after every transition (`jspec.state.invariants`): for tests and for hunting a fault."""
     compilation_cache: bool = True
@@ -353,6 +355,8 @@ class EngineConfig:
         _check_int("seed", self.seed, 0, 2**32 - 1)
         if self.metrics_port is not None:
             _check_int("metrics_port", self.metrics_port, 0, 65535, why="0 takes any free port")
+        if self.trace is not None and (not isinstance(self.trace, str) or not self.trace):
+            raise TypeError(f"trace={self.trace!r} must be the path of a file, as a string")
         for field in (
             "overlap", "structured_output", "checked", "compilation_cache", "rejection_sampling", "mixed_batches", "prefix_cache",
         ):  # fmt: skip

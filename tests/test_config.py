@@ -138,6 +138,7 @@ BAD_ENGINE = [
     ("data_parallel", TypeError, [1.0, "2", None, True]),
     ("seed", ValueError, [-1, 2**32]),
     ("seed", TypeError, [None, 0.0, "0", False]),
+    ("trace", TypeError, [1, b"a", "", True]),
     ("checked", TypeError, [1, None]),
     ("compilation_cache", TypeError, [1, None]),
 ]
@@ -171,6 +172,7 @@ GOOD_ENGINE = [
     ("tensor_parallel", [1, 2, np.int32(8)]),
     ("data_parallel", [1, 2, np.int32(8)]),
     ("seed", [0, 2**32 - 1]),
+    ("trace", [None, "run.jspec"]),
     ("checked", [True, False]),
     ("compilation_cache", [True, False]),
 ]

@@ -5,7 +5,7 @@ import heapq
 import itertools
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -52,6 +52,8 @@ from jspec.state.ledger import total_pages
 from jspec.state.requests import FinishReason, Waiting
 from jspec.state.results import RowStatus
 from jspec.state.scheduler_state import Limits, SchedulerState, init_state
+from jspec.trace.format import Header
+from jspec.trace.recorder import MOST_PROMPT_CHARS, RankSettled, Recorder
 
 
 class Unsettled(NamedTuple):
@@ -205,6 +207,7 @@ class Engine:
         port = config.metrics_port
         self._metrics_server = MetricsServer(self._metrics, port) if port is not None else None
         self._undelivered: list[Emission] = []
+        self._recorder = self._start_recording(state) if config.trace is not None else None
 
     # --- what a caller asks of the engine --------------------------------------------------------------------------
 
@@ -249,10 +252,13 @@ class Engine:
         return None if self._metrics_server is None else self._metrics_server.port
 
     def close(self) -> None:
-        """Stops serving metrics. Requests stay as they are; asking twice is harmless."""
+        """Stops serving metrics and ends the trace. Requests stay as they are; asking twice is harmless."""
         if self._metrics_server is not None:
             self._metrics_server.close()
             self._metrics_server = None
+        if self._recorder is not None:
+            self._recorder.close()
+            self._recorder = None
 
     def __enter__(self) -> "Engine":
         return self
@@ -339,6 +345,8 @@ class Engine:
                 prompt_logprobs=None if params.prompt_logprobs is None else [None],
             )
             self._contents[rank].add(request)
+            if self._recorder is not None:
+                self._recorder.submitted(rank, waiting, rid=rid, index=index, prompt=self._head_of(tokens))
             if params.timeout_s is not None:
                 heapq.heappush(self._deadlines, (time.monotonic() + params.timeout_s, serial))
             self._meters.submitted(request)
@@ -365,6 +373,8 @@ class Engine:
     def _abort(self, rank: int, serial: int) -> None:
         state, found = abort(self._loop.states[rank], serial)
         self._loop = self._loop.with_state(rank, state)
+        if self._recorder is not None:
+            self._recorder.aborted(rank, serial)
         if found is Aborted.WAITING:
             self._undelivered.append(self._contents[rank].end_off_row(serial, FinishReason.ABORT))
         self._check_state()
@@ -435,7 +445,11 @@ class Engine:
 
     def _launch(self, loop: Loop) -> tuple[Loop, Unsettled | None]:
         """Plans a batch for each rank and dispatches the programs; waits for nothing."""
+        if self._recorder is not None:
+            self._recorder.iteration_starts()
         planned = plan_ranks(loop.states, limits=self.limits)
+        if self._recorder is not None:
+            self._recorder.has_planned()
         for contents, (_, _, left) in zip(self._contents, planned, strict=True):
             for gone in left:
                 if (emission := contents.take_off(gone)) is not None:
@@ -443,6 +457,8 @@ class Engine:
         loop = dataclasses.replace(loop, states=tuple(state for state, _, _ in planned))
         batches = tuple(batch for _, batch, _ in planned if batch is not None)
         if not batches:
+            if self._recorder is not None:
+                self._recorder.planned(planned)
             return loop, None
         is_prefill = any(batch.forward_mode.is_prefill for batch in batches)
         most_rows = max(batch.rows.shape[0] for batch in batches)
@@ -457,6 +473,9 @@ class Engine:
         device, outcome, logprobs = program(self.worker.params, loop.device, upload, logprobs=asked)
         previous = loop.unsettled[-1].outcome if loop.unsettled else None
         launch = Unsettled(batches, outcome, logprobs, depth)
+        if self._recorder is not None:
+            stashed = device.future.stashed_iter if program.commit is not None else None
+            self._recorder.planned(planned, depth=depth, outcome=outcome, stashed_iter=stashed)
         self._meters.launched(
             decode=launch.is_decode,
             previous_running=previous is not None and not previous.is_ready(),
@@ -471,11 +490,15 @@ class Engine:
     def _settle(self, loop: Loop) -> tuple[Loop, Iterable[Emission]]:
         """Waits for the oldest outcome and applies it, rank by rank."""
         launch = loop.unsettled[0]
+        if self._recorder is not None:
+            self._recorder.waits()
         start = time.perf_counter()
         outcomes = self._by_rank(launch.outcome)
         self._meters.waited(start)
+        if self._recorder is not None:
+            self._recorder.is_ready()
         tables = tuple(map(self._by_rank, launch.logprobs))
-        states, emissions, correct = [], [], []
+        states, emissions, correct, done = [], [], [], []
         for rank, (contents, state) in enumerate(zip(self._contents, loop.states, strict=True)):
             launched = state.launched[0]
             num_tails = int(launched.commits.sum()) if launched.forward_mode is ForwardMode.MIXED else 0
@@ -491,12 +514,18 @@ class Engine:
             if tables:
                 own = [table[rank] for table in tables]
                 contents.take_logprobs(launch.batches[rank], own, launched, settled, result)
+            keys: Mapping[int, tuple[bytes, ...]] = {}
             if (settled.finish_reason != FinishReason.NONE).any():
-                state = retire(state, contents.keys_of_finished(state, launched, settled))
+                keys = contents.keys_of_finished(state, launched, settled)
+            done.append(RankSettled(state, launched, settled, result, keys))
+            if keys:
+                state = retire(state, keys)
             correct.append((result.accept_lens - self.worker.num_non_draft_tokens)[settled.live])
             emissions.append(contents.emit(launched, settled, result))
             states.append(state)
         self._meters.step_settled(decode=launch.is_decode)
+        if self._recorder is not None:
+            self._recorder.settled(done, states)
         depths = loop.depths
         if depths and launch.is_decode:
             sizes = {"batch_size": max(batch.rows.shape[0] for batch in launch.batches), "depth": launch.depth}
@@ -587,12 +616,34 @@ class Engine:
         rids, refused = self._submit_all(prompts, params)
         yield from self._drain(rids, refused)
 
-    # --- checks ------------------------------------------------------------------------------------------------------
+    # --- checks and records ------------------------------------------------------------------------------------------------------
 
     def _seed(self, request: Request) -> int:
         if request.params.seed is not None:
             return (request.params.seed + request.index) % 2**32
         return (self.config.seed * 0x9E3779B1 + request.serial) % 2**32
+
+    def _head_of(self, tokens: np.ndarray) -> str:
+        head = tokens[:MOST_PROMPT_CHARS].tolist()
+        return " ".join(map(str, head)) if self.tokenizer is None else self.tokenizer.decode(head)
+
+    def _start_recording(self, state: SchedulerState) -> Recorder:
+        config, future = self.config, self._loop.device.future
+        assert config.trace is not None
+        header = Header(
+            limits=self.limits,
+            max_running=config.max_running,
+            num_pages=total_pages(state.ledger),
+            page_size=config.page_size,
+            num_ranks=len(self._loop.states),
+            verify_width=self.worker.verify_width,
+            output_stride=self.worker.output_stride,
+            algorithm=self.worker.name,
+            model=config.model,
+            carry=type(future.carry).__name__,
+            started_at=time.time(),
+        )
+        return Recorder(config.trace, header, future.stashed_iter)
 
     def _check_state(self, loop: Loop | None = None) -> None:
         if self.config.checked:
