@@ -54,8 +54,12 @@ NO_WRITES = {
     ("new_seq_lens", "GenerationBatchResult"),
     ("new_seq_lens", "Prefill"),  # what a prefill is about to publish
     ("output_len", "_require"),
+    *((field, "Line") for field in SITES),  # a line of a table
 }
 """Calls with a keyword of the same name that is another type's field, or a word of a message."""
+
+NAME_COLUMNS = ("trace",)
+"""Folders in which a clock's name in quotes heads a column."""
 
 READERS_OF_NO_HOST_CLOCK = ("spec_workers", "models", "pallas_kernels")
 HOST_NAMES = ("kv_committed_len", "kv_allocated_len", "cache_protected_len", "SchedulerState")
@@ -73,8 +77,8 @@ class Writes(ast.NodeVisitor):
     a field named by a string (`setattr`, `replace(ledger, **{"kv_committed_len": ...})`). A `replace` of names that cannot be read is one, too.
     """
 
-    def __init__(self, fields):
-        self.fields, self.found, self.inside = fields, [], ["<module>"]
+    def __init__(self, fields, *, names_columns=False):
+        self.fields, self.found, self.inside, self.names_columns = fields, [], ["<module>"], names_columns
 
     def visit_FunctionDef(self, node):
         self.inside.append(node.name)
@@ -107,7 +111,7 @@ class Writes(ast.NodeVisitor):
         self.generic_visit(node)
 
     def visit_Constant(self, node):
-        if isinstance(node.value, str) and node.value in self.fields:
+        if not self.names_columns and isinstance(node.value, str) and node.value in self.fields:
             self.note(node.value)
 
 
@@ -115,14 +119,14 @@ def writes(modules):
     """`{field: Counter of (file, function)}`, and `**` for a `replace` whose fields cannot be read."""
     found = {field: Counter() for field in (*SITES, "**")}
     for file, source in modules.items():
-        for field, function in writes_of(source):
+        for field, function in writes_of(source, file.split("/")[0] in NAME_COLUMNS):
             found[field][file, function] += 1
     return found
 
 
 @functools.cache
-def writes_of(source):
-    visitor = Writes(set(SITES))
+def writes_of(source, names_columns=False):
+    visitor = Writes(set(SITES), names_columns=names_columns)
     visitor.visit(ast.parse(source))
     return visitor.found
 
@@ -178,6 +182,8 @@ def test_device_code_names_no_host_clock():
         ("scheduler/extend.py", "def share_prefix(l): return replace(l, kv_committed_len=0)", "kv_committed_len"),
         ("scheduler/prefix_cache.py", "def evict(l): return replace(l, cache_protected_len=0)", "cache_protected_len"),
         ("spec_workers/forward.py", "def f(p): return p._replace(new_seq_lens=0)", "new_seq_lens"),
+        ("trace/replay.py", "def f(l): return replace(l, kv_committed_len=0)", "kv_committed_len"),
+        ("trace/timeline.py", "def f(l): l.kv_committed_len += 1", "kv_committed_len"),
     ],
 )
 def test_a_new_writer_is_found(file, line, field):

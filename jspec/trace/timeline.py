@@ -127,7 +127,7 @@ class RequestLife:
     ended: int | None = None
     finish_reason: str = ""
     retractions: int = 0
-    output_len: int = 0
+    num_tokens: int = 0  # that its user saw
 
 
 @dataclasses.dataclass
@@ -199,7 +199,7 @@ def _planned(line: Timeline, moment: Moment) -> Iteration | None:
                 life.retractions += 1
                 left.append((rank, gone.serial, "retracted"))
             else:
-                life.ended, life.finish_reason, life.output_len = planned, gone.reason.name, gone.output_len
+                life.ended, life.finish_reason, life.num_tokens = planned, gone.reason.name, gone.output_len
                 left.append((rank, gone.serial, gone.reason.name))
     if all(item.batch is None for item in moment.planned):
         return None
@@ -266,7 +266,7 @@ def _settled(line: Timeline, iteration: Iteration, moment: Moment) -> None:
             reason = FinishReason(int(settled.finish_reason[i]))
             if found.live:
                 life = line.requests[found.serial]
-                life.output_len = int(settled.start[i]) + found.visible
+                life.num_tokens = int(settled.start[i]) + found.visible
                 if reason is not FinishReason.NONE:
                     found.finish_reason = reason.name
                     life.ended, life.finish_reason = settled_at, reason.name
