@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jspec.future_map import FutureMap, init_future_map
-from jspec.spec_workers.sampling import SamplingState, init_sampling
+from jspec.spec_workers.sampling import SamplingState, idle_rows, sampling_of
 from jspec.spec_workers.upload import DecodeInputs, ExtendInputs
 
 
@@ -21,7 +21,7 @@ class DeviceState:
     kv_pages: Any  # the target's KV pool; its layout is the kernels' business
     page_table: Any  # i32[R, P]  pages of each row; 0 where none
     future: FutureMap
-    sampling: SamplingState
+    sampling_rows: Any  # i32[R, SAMPLING_COLUMNS]  `sampling` as bits: each leaf that a program is given costs the host its share of a dispatch
     token_pages: (
         Any  # i32[N + 1, page_size]  the tokens whose KV a page holds, and the pending one where its page is there
     )
@@ -30,6 +30,11 @@ class DeviceState:
     page_size: int = dataclasses.field(metadata={"static": True})
     masks: Callable[..., Any] | None = dataclasses.field(default=None, metadata={"static": True})
     """Asked for the tokens that grammars allow, see `adjust_logits`; None: no row has one."""
+
+    @property
+    def sampling(self) -> SamplingState:
+        """How each row's request wants to be sampled."""
+        return SamplingState(**sampling_of(self.sampling_rows))
 
 
 class DeviceSizes(NamedTuple):
@@ -139,7 +144,7 @@ def init_device(sizes: DeviceSizes, *, kv_pages: Any, carry: Any, **parts: Any) 
         page_table=jnp.zeros((sizes.num_rows, sizes.pages_per_row), jnp.int32),
         token_pages=jnp.zeros((sizes.num_pages + 1, sizes.page_size), jnp.int32),
         future=init_future_map(sizes.num_rows, carry),
-        sampling=init_sampling(sizes.num_rows),
+        sampling_rows=idle_rows(sizes.num_rows),
         page_size=sizes.page_size,
         **parts,
     )

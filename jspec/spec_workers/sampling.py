@@ -80,6 +80,17 @@ def init_sampling(num_rows: int) -> SamplingState:
     )
 
 
+def idle_rows(num_rows: int) -> jax.Array:
+    """`i32[num_rows, SAMPLING_COLUMNS]`: `init_sampling` as bits."""
+    return jnp.asarray(np.repeat(row_sampling([{}]), num_rows, axis=0))
+
+
+def sampling_bits(state: SamplingState) -> jax.Array:
+    """`i32[R, SAMPLING_COLUMNS]`: the inverse of `sampling_of`."""
+    parts = (lax.bitcast_convert_type(getattr(state, name), jnp.int32) for name in FIELDS)
+    return jnp.concatenate([part.reshape(part.shape[0], -1) for part in parts], axis=1)
+
+
 def row_sampling(rows: Sequence[Mapping[str, Any]]) -> np.ndarray:
     """`i32[b, SAMPLING_COLUMNS]`: parameters of some rows, as bits.
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from jspec.spec_workers.sampling import FIELDS, SAMPLING_COLUMNS, SamplingState, sampling_of
+from jspec.spec_workers.sampling import SAMPLING_COLUMNS, row_sampling
 from jspec.state.batches import ScheduleBatch
 from jspec.state.results import NEVER, GenerationBatchResult
 
@@ -41,7 +41,7 @@ class ExtendInputs(NamedTuple):
     prefix_lens: Any  # i32[B]
     extend_lens: Any  # i32[B]
     forward_iter: Any  # i32[]
-    sampling: Any  # {name: [B, ...]}, the fields of `SamplingState`
+    sampling: Any  # i32[B, SAMPLING_COLUMNS], see `row_sampling`
     next_ids: Any  # i32[B, L]  prompt tokens that follow a chunk; -1 where the prompt ends, and the first token is to be sampled
     page_table: Any  # i32[B, P]
     tails: DecodeInputs  # running rows that go on by their pending token; of no rows in an EXTEND batch
@@ -127,7 +127,7 @@ def unpack_extend(upload, *, sizes: ExtendSizes) -> ExtendInputs:
         prefix_lens=table[:, 1],
         extend_lens=table[:, 2],
         forward_iter=table[0, 3],
-        sampling=sampling_of(table[:, 4:EXTEND_COLUMNS]),
+        sampling=table[:, 4:EXTEND_COLUMNS],
         next_ids=table[:, EXTEND_COLUMNS:columns],
         page_table=table[:, columns:],
         tails=unpack_decode(tail_table, forward_iter=table[0, 3]),
@@ -150,18 +150,10 @@ def apply_extend(device: "DeviceState", inputs: ExtendInputs) -> "DeviceState":
     pages = jnp.pad(inputs.page_table, ((0, 0), (0, device.page_table.shape[1] - inputs.page_table.shape[1])))
     real = inputs.rows > 0
 
-    def put(buffer, values, idle):
-        kept = real.reshape(-1, *[1] * (buffer.ndim - 1))
-        return buffer.at[inputs.rows].set(jnp.where(kept, values, jnp.asarray(idle, buffer.dtype)))
-
-    sampling = SamplingState(
-        **{  # type: ignore[arg-type]
-            name: put(getattr(device.sampling, name), values, FIELDS[name].idle)
-            for name, values in inputs.sampling.items()
-        }
-    )
+    idle = row_sampling([{}])  # of padding, which writes to row 0
+    sampling = device.sampling_rows.at[inputs.rows].set(jnp.where(real[:, None], inputs.sampling, idle))
     table = device.page_table.at[inputs.rows].set(jnp.where(real[:, None], pages, 0))
-    return apply_decode(dataclasses.replace(device, page_table=table, sampling=sampling), inputs.tails)
+    return apply_decode(dataclasses.replace(device, page_table=table, sampling_rows=sampling), inputs.tails)
 
 
 def pack_outcome(tokens, accept_lens, new_seq_lens, status):

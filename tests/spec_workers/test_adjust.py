@@ -14,7 +14,7 @@ from jspec.config import MAX_BAD_WORD_LEN, MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_ST
 from jspec.future_map import init_future_map
 from jspec.spec_workers.adjust import BANNED, adjust_logits, chain_path, tree_path
 from jspec.spec_workers.base import DeviceState
-from jspec.spec_workers.sampling import FIELDS, init_sampling, sample
+from jspec.spec_workers.sampling import FIELDS, SamplingState, idle_rows, init_sampling, sample, sampling_bits
 from jspec.spec_workers.tree import link
 
 I32, F32 = np.int32, np.float32
@@ -79,7 +79,7 @@ def device_of(table, tokens, asked):
         kv_pages=(),
         page_table=jnp.asarray(table),
         future=init_future_map(ROWS, ()),
-        sampling=dataclasses.replace(sampling, **{name: jnp.asarray(values) for name, values in filled.items()}),
+        sampling_rows=sampling_bits(SamplingState(**{name: jnp.asarray(values) for name, values in filled.items()})),
         token_pages=jnp.asarray(pages),
         page_size=PAGE,
     )
@@ -305,7 +305,7 @@ def test_all_values_are_one_program():
     for _ in range(10):
         case = some_case(rng, 3, "tree")
         counted(case.device, case.rows, case.logits, path_of(case.nodes, "tree"), table_width=PAGES)
-    nobody = dataclasses.replace(case.device, sampling=init_sampling(ROWS))
+    nobody = dataclasses.replace(case.device, sampling_rows=idle_rows(ROWS))
     counted(nobody, case.rows, case.logits, path_of(case.nodes, "tree"), table_width=PAGES)
     assert len(traced) == 1
 
@@ -591,7 +591,8 @@ def test_what_a_grammar_does_not_allow_is_banned(kind):
 
         def run_with(grammar, device=device, args=args):
             sampling = dataclasses.replace(device.sampling, grammar=jnp.asarray(grammar))
-            return np.asarray(adjust(dataclasses.replace(device, sampling=sampling), *args, table_width=PAGES))
+            device = dataclasses.replace(device, sampling_rows=sampling_bits(sampling))
+            return np.asarray(adjust(device, *args, table_width=PAGES))
 
         before = run_with(np.zeros(ROWS, I32))
         assert (before[:, :, :VOCAB] == case.expected).all()
@@ -618,7 +619,7 @@ def test_the_host_is_not_asked_where_no_row_has_a_grammar():
     grammar[case.rows] = 0
     assert grammar.any()
     sampling = dataclasses.replace(case.device.sampling, grammar=jnp.asarray(grammar))
-    device = dataclasses.replace(case.device, masks=masks, sampling=sampling)
+    device = dataclasses.replace(case.device, masks=masks, sampling_rows=sampling_bits(sampling))
     logits = np.concatenate([case.logits, np.zeros((BATCH, 3, 40 - VOCAB), F32)], axis=2)
     found = adjust(device, case.rows, logits, path_of(case.nodes, "chain"), table_width=PAGES)
     assert (np.asarray(found)[:, :, :VOCAB] == case.expected).all() and not masks.calls

@@ -11,7 +11,7 @@ import pytest
 from jspec.future_map import init_future_map
 from jspec.spec_workers.base import DeviceState
 from jspec.spec_workers.forward import history, next_tokens, prefill_batch, verify_batch, write_tokens
-from jspec.spec_workers.sampling import init_sampling
+from jspec.spec_workers.sampling import idle_rows
 from jspec.state import ForwardMode
 
 I32 = np.int32
@@ -105,7 +105,7 @@ def device_with(table, page_size):
         kv_pages=(),
         page_table=jnp.asarray(table),
         future=init_future_map(len(table), ()),
-        sampling=init_sampling(len(table)),
+        sampling_rows=idle_rows(len(table)),
         token_pages=jnp.zeros((len(table) * PAGES + 1, page_size), jnp.int32),
         page_size=page_size,
     )

@@ -12,7 +12,7 @@ from jspec.future_map import init_future_map, publish, stash
 from jspec.spec_workers.base import DeviceState
 from jspec.spec_workers.chain import Carry
 from jspec.spec_workers.forward import begin_extend
-from jspec.spec_workers.sampling import FIELDS, SAMPLING_COLUMNS, init_sampling, row_sampling
+from jspec.spec_workers.sampling import FIELDS, SAMPLING_COLUMNS, idle_rows, row_sampling, sampling_of
 from jspec.spec_workers.upload import (
     DECODE_COLUMNS,
     EXTEND_COLUMNS,
@@ -100,7 +100,7 @@ def idle_device(carry=()):
         kv_pages=(),
         page_table=jnp.zeros((R, P), jnp.int32),
         future=init_future_map(R, carry),
-        sampling=init_sampling(R),
+        sampling_rows=idle_rows(R),
         token_pages=jnp.zeros((61, 4), jnp.int32),
         page_size=4,
     )
@@ -210,9 +210,9 @@ def test_extend_round_trip(num_tokens, num_rows, width, lookahead, num_tails):
     assert inputs.forward_iter == batch.forward_iter == 1
     for name in ("rows", "prefix_lens", "extend_lens"):
         assert getattr(inputs, name).tolist() == getattr(batch, name).tolist() + [0] * (num_rows - 3), name
-    assert EXTEND_COLUMNS == 4 + SAMPLING_COLUMNS and set(inputs.sampling) == set(FIELDS)
-    assert_sampling(lambda name: inputs.sampling[name][:3], {0: 0, 1: 1, 2: 2}, 3)
-    assert not any(np.asarray(values)[3:].any() for values in inputs.sampling.values())
+    assert inputs.sampling.shape == (num_rows, SAMPLING_COLUMNS) and EXTEND_COLUMNS == 4 + SAMPLING_COLUMNS
+    assert_sampling(lambda name: sampling_of(inputs.sampling[:3])[name], {0: 0, 1: 1, 2: 2}, 3)
+    assert not np.asarray(inputs.sampling)[3:].any()
     assert inputs.next_ids.tolist() == [[-1] * lookahead] * 3 + [[0] * lookahead] * (num_rows - 3)
     pages = np.maximum(batch.new_pages[:, :width], 0)
     assert inputs.page_table.shape == (num_rows, width)
@@ -326,7 +326,7 @@ def test_tails_do_not_disturb_the_prompts():
     alone = dataclasses.replace(batch, tails=None, forward_mode=ForwardMode.EXTEND)
     here, there = (extend_inputs(each, num_tails=num_tails) for each, num_tails in ((batch, 5), (alone, 0)))
     here, there = (one._replace(tails=None) for one in (here, there))
-    assert jax.tree.structure(here) == jax.tree.structure(there) and here.sampling
+    assert jax.tree.structure(here) == jax.tree.structure(there) and here.sampling.any()
     for path, ours in jax.tree_util.tree_leaves_with_path(here):
         theirs = dict(jax.tree_util.tree_leaves_with_path(there))[path]
         assert np.asarray(ours).tobytes() == np.asarray(theirs).tobytes(), path
