@@ -109,6 +109,7 @@ class Engine:
         self.config = config = config or EngineConfig()
         if config.compilation_cache:
             use_compilation_cache()
+        self._model = config.model if target is None else "a given target"
         if worker is None:
             check_algorithm(config)
         if target is None:
@@ -639,7 +640,7 @@ class Engine:
             verify_width=self.worker.verify_width,
             output_stride=self.worker.output_stride,
             algorithm=self.worker.name,
-            model=config.model,
+            model=self._model,
             carry=type(future.carry).__name__,
             started_at=time.time(),
         )
