@@ -203,18 +203,18 @@ def plan_ranks(states: Sequence[SchedulerState], *, limits: Limits) -> tuple[Pla
     planned = [plan_prefill(state, limits=limits) for state in states]
     prefills = any(batch is not None for _, batch, _ in planned)
     for i, (state, batch, left) in enumerate(planned):
-        if batch is None:
-            step = _beside_prefill(state, limits) if prefills else plan_decode(state, limits=limits)
+        if batch is None and prefills and not limits.mixed:
+            planned[i] = Planned(state, None, left)  # its rows wait, and are not stuck
+        elif batch is None:
+            step = _plan_tails(state, limits) if prefills else plan_decode(state, limits=limits)
             planned[i] = _end_if_stuck(step._replace(left=left + step.left))
     if all(batch is None for _, batch, _ in planned):
         return tuple(planned)
     return tuple(_idle(item, limits) if item.batch is None else item for item in planned)
 
 
-def _beside_prefill(state: SchedulerState, limits: Limits) -> Planned:
+def _plan_tails(state: SchedulerState, limits: Limits) -> Planned:
     """A rank without prompts, in a launch where another has some."""
-    if not limits.mixed:
-        return Planned(state, None, ())
     state, tails, left = _plan_step(state, limits)
     if tails is None:
         return Planned(state, None, left)
