@@ -10,6 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from jspec.cli_errors import print_error, usage_errors
+from jspec.cli_explore import explore
+from jspec.cli_sim import bench_sim
 from jspec.cli_tpu_report import tpu_report
 from jspec.cli_trace import trace as trace_commands
 from jspec.cli_train import train
@@ -25,6 +27,8 @@ bench = typer.Typer(help="Measure the engine.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 app.command("train", no_args_is_help=True)(train)
 app.command("tpu-report")(tpu_report)
+bench.command("sim")(bench_sim)
+app.command("explore")(explore)
 app.add_typer(trace_commands, name="trace")
 
 Model = Annotated[str, typer.Option(help='A GGUF file, a Hugging Face directory, or "smollm2".')]
@@ -425,6 +429,25 @@ def bench_serve(
         )
     _show(as_json, serve_json(result), serve_tables(result))
     raise typer.Exit(0 if result.ok else 1)
+
+
+@bench.command("trace")
+def bench_trace(
+    model: Model = "smollm2",
+    algorithm: Algorithm = "ngram",
+    draft: Draft = None,
+    max_new_tokens: MaxNewTokens = 128,
+    batch: Annotated[int, typer.Option(help="Prompts decoded at the same time.")] = 1,
+    rounds: Annotated[int, typer.Option(help="Times each way of decoding, and each replay, is timed.")] = 7,
+    as_json: Json = False,
+) -> None:
+    """What --trace adds to a decode step, how long the file gets, and how fast `jspec trace replay` goes through it."""
+    from jspec.bench.trace import TraceJob, measure_trace, trace_json, trace_tables
+
+    with usage_errors():
+        config = EngineConfig(model=model, algorithm=algorithm, draft=draft, max_running=batch)
+        cost = measure_trace(TraceJob(config=config, max_new_tokens=max_new_tokens, rounds=rounds), progress=_progress)
+    _show(as_json, trace_json(cost), trace_tables(cost))
 
 
 @app.command()

@@ -37,7 +37,7 @@ def _chosen(found: "Timeline", iterations: str | None) -> "list[Iteration]":
         return found.iterations
     first, colon, last = iterations.partition(":")
     try:
-        low = int(first) if first else 1
+        low = 1 if colon and not first else int(first)
         high = (int(last) if last else 1 << 62) if colon else low
     except ValueError:
         raise ValueError(f'iter={iterations!r} must be "A:B", both included, or one number') from None

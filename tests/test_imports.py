@@ -17,12 +17,13 @@ MAY_IMPORT = {
     "state": {"config"},
     "future_map": {"state", "config"},
     "scheduler": {"state", "config"},
+    "sim": {"scheduler", "state", "config"},
     "models": {"pallas_kernels", "state", "config"},
     "spec_workers": {"state", "future_map", "models", "pallas_kernels", "config"},
 }
 """By folder or top-level module: the others it may import. It may always import itself."""
 
-ANYTHING = {"__init__", "cli", "engine", "bench", "tpu_report", "trace", "training"}
+ANYTHING = {"__init__", "cli", "engine", "bench", "explore", "tpu_report", "trace", "training"}
 """These may import all of the above and each other; a module named `cli_...` is part of the command."""
 
 KERNELS_NEED = {"jax", "numpy"}

@@ -21,6 +21,7 @@ SITES = {
         ("scheduler/extend.py", "share_prefix"): 1,  # prompt tokens that the prefix cache holds
         ("scheduler/extend.py", "prepare_extend"): 1,  # those computed, whose number is known when planned
         ("scheduler/settle.py", "settle"): 1,  # everything else
+        ("sim/step.py", "reserve_for"): 2,  # a view for `reserve`, and the true length again
         ("scheduler/release.py", "release"): 1,  # to zero
     },
     "kv_allocated_len": {
@@ -40,6 +41,7 @@ SITES = {
         ("state/requests.py", "init_requests"): 1,
         ("scheduler/retract.py", "leave"): 1,  # of the `Waiting` that goes back to the queue, with what it had settled
         ("scheduler/admit.py", "_enter"): 1,  # the same number, when it gets a row again
+        ("sim/plan.py", "start_some"): 1,  # what `_enter` does, on traced arrays
         ("scheduler/settle.py", "settle"): 1,
         ("scheduler/release.py", "release"): 1,
     },

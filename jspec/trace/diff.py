@@ -47,6 +47,8 @@ _ABSENT = type("Absent", (), {"__repr__": lambda self: "nothing"})()
 
 
 def _entries(a: np.ndarray, b: np.ndarray, path: str) -> Iterator[str]:
+    if a.dtype != b.dtype:
+        yield f"{path}.dtype: {a.dtype} -> {b.dtype}"
     where = np.argwhere(a != b)
     for index in where[:MOST_ENTRIES].tolist():
         at = tuple(index)
@@ -56,5 +58,5 @@ def _entries(a: np.ndarray, b: np.ndarray, path: str) -> Iterator[str]:
 
 
 def _short(value: Any) -> str:
-    text = value.hex() if isinstance(value, bytes) else repr(value)
+    text = value.hex() if isinstance(value, bytes) else repr(value.item() if isinstance(value, np.generic) else value)
     return text if len(text) <= 100 else f"{text[:97]}..."

@@ -25,6 +25,7 @@ where a replay first differs.
 """
 
 import dataclasses
+import logging
 import struct
 import zlib
 from collections.abc import Iterator
@@ -38,6 +39,8 @@ from jspec.state.scheduler_state import Limits, SchedulerState, init_state
 
 MAGIC = b"jspec\x00tr"
 VERSION = 1
+
+_logger = logging.getLogger("jspec.trace")
 
 _FRAME = struct.Struct("<II")
 MOST_FRAME_BYTES = 1 << 28
@@ -73,6 +76,8 @@ class Header:
 class TraceWriter:
     """Appends frames to a file; each is handed to the operating system at once, so that a killed process loses at most the last.
 
+    Where the file takes no more, as on a full disk, the trace ends with a warning of the logger `jspec.trace`; who is recorded goes on.
+
     Args:
         path: is created, or written over.
         header: the first frame.
@@ -82,15 +87,33 @@ class TraceWriter:
     """
 
     def __init__(self, path: str | Path, header: Header):
+        self._path = path
         self._file: BinaryIO = open(path, "wb", buffering=0)  # noqa: SIM115  kept open
-        self._pack = msgpack.Packer().pack
-        self._file.write(MAGIC)
-        self.write(["header", {"version": VERSION, **dataclasses.asdict(header)}])
+        self._pack = msgpack.Packer(unicode_errors="surrogatepass").pack  # a rid is any string
+        try:
+            self._append(MAGIC)
+            self._append(self._encoded(["header", {"version": VERSION, **dataclasses.asdict(header)}]))
+        except OSError as error:
+            self._file.close()
+            raise OSError(error.errno, error.strerror, str(path)) from None
 
     def write(self, frame: list[Any]) -> None:
         """One frame."""
+        if self._file.closed:
+            return
+        try:
+            self._append(self._encoded(frame))
+        except OSError as error:
+            _logger.warning("the trace %s ends here: %s", self._path, error)
+            self._file.close()
+
+    def _encoded(self, frame: list[Any]) -> bytes:
         body = self._pack(frame)
-        self._file.write(_FRAME.pack(len(body), zlib.crc32(body)) + body)
+        return _FRAME.pack(len(body), zlib.crc32(body)) + body
+
+    def _append(self, data: bytes) -> None:
+        while data:  # a full disk may take a part
+            data = data[self._file.write(data) :]
 
     def close(self) -> None:
         """Harmless to ask twice."""
@@ -118,43 +141,42 @@ def read_trace(path: str | Path) -> Recording:
     data = Path(path).read_bytes()
     if not data:
         raise TraceError(f"{path} is empty: nothing was recorded, or the engine could not be built")
-    if not data.startswith(MAGIC):
+    if not data.startswith(MAGIC[: len(data)]):
         raise TraceError(f"{path} is no trace of jspec: it begins with {data[:8]!r}; record one with --trace")
-    frames: list[list[Any]] = []
+    found = list(_frames(path, data))
+    if not found or isinstance(found[0], str):
+        raise TraceError(f"{path} ends at byte {len(data)}, before its header is whole: record it again")
     broken: str | None = "the file has no last frame: the process that recorded it was killed, or still runs"
-    for offset, frame in _frames(path, data):
+    frames: list[list[Any]] = []
+    for frame in found[1:]:
         if isinstance(frame, str):
             broken = frame
         elif frame[0] == "end":
             broken = None
         else:
             frames.append(frame)
-        if not frames:
-            raise TraceError(f"{path} ends at byte {offset}, inside its header: record it again")
-    if not frames:
-        raise TraceError(f"{path} ends behind its first {len(data)} bytes, before its header: record it again")
-    return Recording(_header(path, frames[0]), frames[1:], broken)
+    return Recording(_header(path, found[0]), frames, broken)
 
 
-def _frames(path: str | Path, data: bytes) -> Iterator[tuple[int, list[Any] | str]]:
-    """Frames and where they begin; a string in place of one that the file does not hold whole."""
+def _frames(path: str | Path, data: bytes) -> Iterator[list[Any] | str]:
+    """Frames; a string in place of one that the file does not hold whole."""
     offset = len(MAGIC)
     while offset < len(data):
         begin = offset + _FRAME.size
         length, checksum = _FRAME.unpack_from(data, offset) if begin <= len(data) else (0, 0)
         if begin > len(data) or (begin + length > len(data) and length <= MOST_FRAME_BYTES):
-            yield offset, f"the file was cut at byte {len(data)}, inside the frame that begins at byte {offset}"
+            yield f"the file was cut at byte {len(data)}, inside the frame that begins at byte {offset}"
             return
         body = data[begin : begin + length]
         if length > MOST_FRAME_BYTES or zlib.crc32(body) != checksum:
             raise TraceError(f"{path} is damaged at byte {offset}: a frame's checksum is wrong; record it again")
         try:
-            frame = msgpack.unpackb(body)
+            frame = msgpack.unpackb(body, unicode_errors="surrogatepass")
         except ValueError as error:
             raise TraceError(f"{path} is damaged at byte {offset}: {error}; record it again") from None
         if not (isinstance(frame, list) and frame and isinstance(frame[0], str)):
             raise TraceError(f"{path} is damaged at byte {offset}: a frame is no list with a kind; record it again")
-        yield offset, frame
+        yield frame
         offset = begin + length
 
 

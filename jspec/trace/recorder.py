@@ -11,7 +11,7 @@ import jax
 
 from jspec.scheduler import Planned, Settled
 from jspec.state.batches import ForwardMode, ScheduleBatch
-from jspec.state.requests import Waiting
+from jspec.state.requests import FinishReason, Waiting
 from jspec.state.results import NEVER, GenerationBatchResult, Launched, RowStatus
 from jspec.state.scheduler_state import SchedulerState
 from jspec.trace.format import Header, TraceWriter, digest
@@ -70,6 +70,7 @@ class Recorder:
 
     def aborted(self, rank: int, serial: int) -> None:
         """An abort reached the state of its rank."""
+        self._prompt_keys.pop(serial, None)  # what it leaves to the cache, if it does, is told in full
         self._writer.write(["abort", self.now(), rank, serial])
 
     def iteration_starts(self) -> None:
@@ -94,6 +95,10 @@ class Recorder:
         batches = [batch for _, batch, _ in planned if batch is not None]
         self._times.append(self.now())
         self._writer.write(["plan", self._times, depth, [planned_frame(*item) for item in planned]])
+        for _, _, left in planned:
+            for gone in left:
+                if gone.reason is not FinishReason.NONE:
+                    self._prompt_keys.pop(gone.serial, None)
         if outcome is not None:
             done = None if stashed_iter is None else self._receipt(stashed_iter)
             self._watched.put((int(batches[0].forward_iter), outcome, done))
@@ -124,11 +129,14 @@ class Recorder:
         """In a thread of its own: when programs end. It holds an array each until then, and keeps nobody waiting."""
         while (item := self._watched.get()) is not None:
             forward_iter, outcome, done = item
-            outcome.block_until_ready()
-            published, committed = self.now(), -1
-            if done is not None:
-                done.block_until_ready()
-                committed = self.now()
+            try:
+                outcome.block_until_ready()
+                published, committed = self.now(), -1
+                if done is not None:
+                    done.block_until_ready()
+                    committed = self.now()
+            except Exception:  # a program that failed: the engine hears of it where it reads the outcome
+                continue
             self._seen.put(["device", forward_iter, published, committed])
 
     def close(self) -> None:

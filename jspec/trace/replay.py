@@ -10,7 +10,7 @@ import numpy as np
 from jspec.scheduler import Planned, Settled, abort, plan_ranks, retire, settle_oldest, submit
 from jspec.state.invariants import InvariantError, check
 from jspec.state.requests import FinishReason, Waiting
-from jspec.state.results import NEVER, GenerationBatchResult, Launched
+from jspec.state.results import NEVER, GenerationBatchResult, Launched, RowStatus
 from jspec.state.scheduler_state import SchedulerState
 from jspec.trace.format import Header, Recording, TraceError, digest
 from jspec.trace.recorder import planned_frame
@@ -102,6 +102,8 @@ def replay_until(recording: Recording, until: int | None = None, *, checked: boo
         TraceError: there is no such iteration.
     """
     header = recording.header
+    if until is not None and until < 0:
+        raise TraceError(f"until={until} must be at least 0: the state before anything ran")
     states, iterations, count, last_us = (header.first_state(),) * header.num_ranks, 0, 0, 0
     started = time.perf_counter()
     for moment in replay(recording, checked=checked):
@@ -113,7 +115,7 @@ def replay_until(recording: Recording, until: int | None = None, *, checked: boo
         if kind != "device":
             count += 1
             last_us = max(last_us, when[-1] if isinstance(when, list) else when)
-    if until is not None and not 0 <= until <= iterations:
+    if until is not None and until > iterations:
         raise TraceError(f"until={until} is no iteration of this trace: it has 1 to {iterations}")
     return Replayed(states, iterations, count, time.perf_counter() - started, last_us / 1e6)
 
@@ -129,23 +131,28 @@ def _apply(header: Header, states, frame: list[Any], prompt_keys: dict[int, tupl
         return Moment(frame, states, _with(states, rank, submit(states[rank], waiting)))
     if kind == "abort":
         _, rank, serial = fields
+        if serial not in prompt_keys:
+            raise ValueError(f"request {serial} was not submitted")
         state, _ = abort(states[rank], serial)
         return Moment(frame, states, _with(states, rank, state))
     if kind == "plan":
+        (_, _, _), _, ranks = fields
         planned = plan_ranks(states, limits=header.limits)
         after = tuple(state for state, _, _ in planned)
-        for rank, (item, recorded) in enumerate(zip(planned, fields[2], strict=True)):
+        for rank, (item, recorded) in enumerate(zip(planned, ranks, strict=True)):
             _compare_plan(int(item.state.forward_iter), rank, planned_frame(*item), recorded)
         return Moment(frame, states, after, planned=planned)
     if kind == "settle":
+        (_, _, _), ranks = fields
         settles, after_settle = [], []
-        for rank, (state, recorded) in enumerate(zip(states, fields[1], strict=True)):
+        for rank, (state, recorded) in enumerate(zip(states, ranks, strict=True)):
             result = _result(header, recorded)
             state, launched, settled = settle_oldest(state, result)
             keys = {
                 row: (*prompt_keys.get(int(state.requests.serial[row]), ())[:count], *beyond)
                 for row, _, count, beyond in recorded[5]
             }
+            _compare_committed(rank, state, launched, settled, result)
             _compare_ends(int(launched.forward_iter), rank, launched, settled, recorded[5])
             if keys:
                 state = retire(state, keys)
@@ -161,8 +168,11 @@ def _apply(header: Header, states, frame: list[Any], prompt_keys: dict[int, tupl
             after_settle.append(state)
         return Moment(frame, states, tuple(after_settle), settles=tuple(settles))
     if kind == "device":
+        forward_iter, _, _ = fields
+        if not 1 <= forward_iter <= int(states[0].forward_iter):
+            raise ValueError(f"there was no launch {forward_iter}")
         return Moment(frame, states, states)
-    raise TraceError(f"a frame has the unknown kind {kind!r}: the file is damaged, or of another program")
+    raise ValueError("its kind is unknown")
 
 
 def _with(states, rank: int, state: SchedulerState) -> tuple[SchedulerState, ...]:
@@ -173,6 +183,8 @@ def _result(header: Header, recorded: list[Any]) -> GenerationBatchResult:
     accept_lens, new_seq_lens, status, stop_at, tokens, *_ = recorded
     rows = len(accept_lens)
     lens = np.array(accept_lens, np.int32)
+    if len(tokens) != lens.sum() or (lens > header.output_stride).any():
+        raise ValueError(f"{len(tokens)} tokens do not fit accept_lens {accept_lens}")
     columns = np.arange(header.output_stride)
     next_token_ids = np.zeros((rows, header.output_stride), np.int32)
     next_token_ids[columns < lens[:, None]] = tokens
@@ -199,7 +211,21 @@ def _compare_plan(iteration: int, rank: int, got: list[Any], recorded: list[Any]
                 for name, a, b in zip(_CLOCKS, of_row, of_record, strict=True):
                     if a != b:
                         raise Divergence(iteration, rank, name, b, a, row)
+        if field == "pages granted":
+            for row, of_row, of_record in zip([*got[1], *got[2]], ours, theirs, strict=True):
+                if of_row != of_record:
+                    raise Divergence(iteration, rank, field, of_record, of_row, row)
         raise Divergence(iteration, rank, field, theirs, ours)
+
+
+def _compare_committed(
+    rank: int, state: SchedulerState, launched: Launched, settled: Settled, result: GenerationBatchResult
+) -> None:
+    """Of a row whose launch commits when it settles, the committed length is then the frontier which that launch published."""
+    for i in (settled.live & launched.commits & (result.status == RowStatus.OK)).nonzero()[0].tolist():
+        row, published = int(launched.rows[i]), int(result.new_seq_lens[i])
+        if (found := int(state.ledger.kv_committed_len[row])) != published:
+            raise Divergence(int(launched.forward_iter), rank, "kv_committed_len", published, found, row)
 
 
 def _compare_ends(iteration: int, rank: int, launched: Launched, settled: Settled, recorded) -> None:
@@ -211,5 +237,9 @@ def _compare_ends(iteration: int, rank: int, launched: Launched, settled: Settle
 
 
 def _check(header: Header, moment: Moment) -> None:
-    for state in moment.after:
-        check(state, limits=header.limits, max_accept=header.output_stride)
+    for rank, state in enumerate(moment.after):
+        try:
+            check(state, limits=header.limits, max_accept=header.output_stride)
+        except InvariantError as error:
+            where = f"iteration {int(state.forward_iter)}, rank {rank}, after a {moment.frame[0]!r}"
+            raise InvariantError(f"{where}: {error}") from None

@@ -13,6 +13,11 @@ _SHORT = {
 }
 
 
+def printable(text: str) -> str:
+    """With escapes for what a terminal would act upon, line ends included."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 def clock_table(timeline: Timeline, iterations: list[Iteration], serials: set[int] | None = None) -> Table:
     """One line an iteration and row.
 
@@ -36,6 +41,13 @@ def clock_table(timeline: Timeline, iterations: list[Iteration], serials: set[in
             clocks = ["·" if value is None else str(value) for value in line.clocks().values()]
             settled = "-" if iteration.settled_in is None else str(iteration.settled_in)
             end = line.finish_reason if line.live else "stale"
-            cells = [str(iteration.forward_iter), line.kind, line.rid, str(line.row), str(line.epoch), *clocks]
+            cells = [
+                str(iteration.forward_iter),
+                line.kind,
+                printable(line.rid),
+                str(line.row),
+                str(line.epoch),
+                *clocks,
+            ]
             table.add_row(*map(Text, [*cells, settled, end]))
     return table

@@ -176,8 +176,10 @@ def timeline(recording: Recording, *, checked: bool = False) -> Timeline:
             _settled(line, unsettled.pop(0), moment)
         elif kind == "device":
             forward_iter, published, committed = fields
-            by_iter[forward_iter].published = published
-            by_iter[forward_iter].committed = None if committed < 0 else committed
+            iteration = by_iter[forward_iter]
+            # Whoever looked first: the watching thread may wake up after the host has its outcome.
+            iteration.published = published if iteration.ready is None else min(published, iteration.ready)
+            iteration.committed = None if committed < 0 else committed
     line.num_pages = recording.header.num_pages * recording.header.num_ranks
     return line
 

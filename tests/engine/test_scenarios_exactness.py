@@ -317,7 +317,10 @@ def test_b72_close_in_every_phase(phase):
     assert time.monotonic() - start < SOON_S
 
 
-@pytest.mark.parametrize(("launch", "error"), [(1, RuntimeError), (3, KeyboardInterrupt), (7, RuntimeError)])
+@pytest.mark.parametrize(
+    ("launch", "error"),
+    [pytest.param(1, RuntimeError, marks=pytest.mark.slow), (3, KeyboardInterrupt), (7, RuntimeError)],
+)
 def test_b72_a_failure_reaches_the_caller(monkeypatch, launch, error):
     """B72: a launch fails, or is interrupted, while a stream is open: the reader gets the error and no more, what was streamed is aborted, and the next engine
     has the port."""

@@ -365,8 +365,7 @@ def test_b52_sizes_that_are_no_sizes():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lookahead", [0, 1])
-@pytest.mark.parametrize("kv_tokens", [None, 128])
-@pytest.mark.parametrize("max_running", [1, 3])
+@pytest.mark.parametrize(("max_running", "kv_tokens"), [(1, None), (3, 128)])
 @pytest.mark.parametrize("page_size", [1, 4, 16, 64])
 def test_b52_sizes_in_any_order(page_size, max_running, kv_tokens, lookahead):
     """B52: all orderings of chunk, page, context, rows and pool."""
