@@ -152,6 +152,7 @@ def test_commands_read_up_to_the_break_and_say_so(written):
     assert run("replay", written(data)).stderr == ""
 
 
+@pytest.mark.slow
 def test_cut_anywhere_in_a_long_run(written):
     """Up to the break the timeline is that of the whole run."""
     data = everything_of("eagle").data
