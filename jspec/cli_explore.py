@@ -1,5 +1,6 @@
 """`jspec explore`: every state that a small scheduler can reach."""
 
+import pathlib
 from typing import Annotated
 
 import typer
@@ -50,6 +51,9 @@ def explore(
         int | None, typer.Option(help="Stop after so many; by default when there are no more.")
     ] = None,
     jobs: Annotated[int, typer.Option(help="Processes that run the transitions.")] = 1,
+    out: Annotated[
+        pathlib.Path | None, typer.Option(help="A file to record the way to a violation in, for `jspec trace`.")
+    ] = None,
 ) -> None:
     """Visit every state that a small scheduler and any device can reach, by the real transitions, and check each.
 
@@ -61,6 +65,7 @@ def explore(
     from jspec.explore import ExploreConfig, ExploreRequest
     from jspec.explore import explore as search
     from jspec.explore.outcomes import Outcomes
+    from jspec.explore.recording import record_path
     from jspec.explore.report import report
 
     with usage_errors():
@@ -104,4 +109,8 @@ def explore(
         screen.width = max(screen.width, 150)
     screen.print(report(result))
     if result.found is not None:
+        if out is not None:
+            with usage_errors():
+                record_path(result.found.path, out)
+            typer.echo(f"recorded: jspec trace show {out}")
         raise typer.Exit(1)

@@ -60,6 +60,8 @@ class Moves:
         self._plain_rule = functools.cache(plain_rule)
         self.met: Counter[str] = Counter()
         """Real transitions so far in which something was met that not every search meets."""
+        self.ends: dict[int, tuple[bytes, ...]] = {}
+        """Of the newest settle: by row that ended, the pages that it left to the prefix cache."""
 
     def root(self) -> Node:
         """Nobody has come."""
@@ -312,6 +314,7 @@ class Moves:
             found=now,
             wanted=committed,
         )
+        self.ends = ends
         if ends:
             state = retire(state, ends)
         if state.prefix_cache is not before.prefix_cache:

@@ -28,8 +28,10 @@ class LatencyModel(Protocol):
     RANKS: ClassVar[dict[str, int]]
     """Axes of each field without the one of configurations."""
 
-    host_s: Any
-    """f32[] seconds of host time an iteration, hidden behind the device as far as overlap allows."""
+    @property
+    def host_s(self) -> Any:
+        """f32[] seconds of host time an iteration, hidden behind the device as far as overlap allows."""
+        ...
 
     def device_s(self, work: Work) -> Any:
         """f32[] seconds from the first to the last program of a launch, on traced values."""

@@ -15,9 +15,6 @@ from jspec.state.requests import is_filling
 MOST_PREFILL_ROWS = 8
 """Prompts of one launch, at most: as in the engine."""
 
-STARTED_AT_ONCE = 2
-"""Prompts that one call of `prepare_extend` starts here. Where more start in one iteration, it is called again, with the same outcome."""
-
 
 class Plan(NamedTuple):
     """What the launch will be."""
@@ -144,9 +141,9 @@ def choose(sizes: Sizes, policy: Policy, requests: Requests, state: SimState) ->
     return state, active, _choose(sizes, policy, requests, state, active)
 
 
-def start_some(requests: Requests, state: SimState, starting: Starting) -> tuple[SimState, Starting]:
+def start_some(sizes: Sizes, requests: Requests, state: SimState, starting: Starting) -> tuple[SimState, Starting]:
     """Pages for the first few of the prompts, and a row for those that are new, with what they had if they were retracted."""
-    entries = starting.next + jnp.arange(min(STARTED_AT_ONCE, starting.rows.shape[0] - 1), dtype=jnp.int32)
+    entries = starting.next + jnp.arange(sizes.at_once, dtype=jnp.int32)
     there = entries < starting.count
     entries *= there
     rows, serial, end = (values[entries] * there for values in starting[:3])

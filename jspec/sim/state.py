@@ -23,6 +23,12 @@ class Sizes:
     reserve_len: int  # tokens a row reserves past its committed length
     prefill_rows: int  # prompts of one launch
 
+    @property
+    def at_once(self) -> int:
+        """Rows that one turn starts, or frees: more in one iteration take another turn, with the same outcome. Most iterations have few, and every turn pays for
+        all it could do."""
+        return min(self.rows, 2 if self.rows < 32 else 4)
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)

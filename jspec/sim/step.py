@@ -17,9 +17,6 @@ from jspec.state.dense import replace, set_at
 from jspec.state.requests import is_filling
 from jspec.state.results import NEVER
 
-RELEASED_AT_ONCE = 2
-"""Rows that one call of `release` frees here. More end in one iteration rarely; then it is called again."""
-
 
 class World(NamedTuple):
     """What does not change while a simulation runs."""
@@ -193,7 +190,7 @@ def _next_arrival(requests: Requests, state: SimState):
 def release_some(sizes: Sizes, state: SimState, finished) -> tuple[SimState, Any]:
     """Frees the first few of the rows `bool[R]` that ended; returns which are left."""
     rank = jnp.cumulative_sum(finished, dtype=jnp.int32) * finished
-    k = jnp.arange(1, min(RELEASED_AT_ONCE, sizes.rows) + 1, dtype=jnp.int32)
+    k = jnp.arange(1, sizes.at_once + 1, dtype=jnp.int32)
     index = jnp.arange(sizes.rows + 1, dtype=jnp.int32)
     rows = jnp.sum(index * (rank == k[:, None]), axis=1, dtype=jnp.int32)
     serial = state.requests.serial[rows]
@@ -236,7 +233,7 @@ def step(sizes: Sizes, world: World, axes: World, states: SimState) -> tuple[Sim
     undecided = states
     states, _ = jax.lax.while_loop(
         lambda carry: jnp.any(carry[1].remain),
-        lambda carry: each(lambda w, state, starting: start_some(w.requests, state, starting), *carry),
+        lambda carry: each(lambda w, state, starting: start_some(sizes, w.requests, state, starting), *carry),
         (states, starting),
     )
     plans = each(lambda w, *parts: planned(w.policy, *parts), undecided, states, active)

@@ -114,7 +114,9 @@ class Recorder:
     def settled(self, ranks: Sequence[RankSettled], states: Sequence[SchedulerState]) -> None:
         """A launch was settled on every rank. `states`: what it came to, requests that ended retired."""
         self._times.append(self.now())
-        frames = [_settled(*rank, self._prompt_keys, digest(state)) for rank, state in zip(ranks, states, strict=True)]
+        frames = [
+            settled_frame(*rank, self._prompt_keys, digest(state)) for rank, state in zip(ranks, states, strict=True)
+        ]
         self._writer.write(["settle", self._times, frames])
         for rank in ranks:
             for row in rank.keys:
@@ -175,7 +177,7 @@ def planned_frame(state: SchedulerState, batch: ScheduleBatch | None, left) -> l
     return [mode.value, of_prompts, of_running, clocks, pages, gone]
 
 
-def _settled(
+def settled_frame(
     state: SchedulerState,
     launched: Launched,
     settled: Settled,
@@ -184,6 +186,7 @@ def _settled(
     prompt_keys: Mapping[int, tuple[bytes, ...]],
     checksum: int,
 ) -> list[Any]:
+    """What a "settle" frame holds of one rank; `state`: between `settle_oldest` and `retire`, `checksum`: of the state after both."""
     accept_lens = result.accept_lens.tolist()
     status = [] if (result.status == RowStatus.OK).all() else result.status.tolist()
     stop_at = [] if (result.stop_at == NEVER).all() else result.stop_at.tolist()

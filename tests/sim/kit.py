@@ -69,11 +69,11 @@ class Case:
         )
 
 
-def random_case(rng: np.random.Generator) -> Case:
+def random_case(rng: np.random.Generator, requests: int = REQUESTS, most_rows: int = MOST_ROWS) -> Case:
     """Short of pages, chunked, mixed, overlapped or not: as chance has it."""
 
     def some(low, high):
-        return rng.integers(low, high + 1, REQUESTS).tolist()
+        return rng.integers(low, high + 1, requests).tolist()
 
     width = int(rng.integers(1, WIDEST + 1))
     alloc_len, overlap = min(width + int(rng.integers(0, 2)), WIDEST), bool(rng.integers(2))
@@ -81,12 +81,12 @@ def random_case(rng: np.random.Generator) -> Case:
     stops = [int(rng.integers(1, n + 1)) if rng.random() < 0.3 else n for n in most]
     reserve = alloc_len * (1 + overlap)
     least = max(-(-(p + (m - 2 + reserve if m > 1 else 0)) // PAGE_SIZE) for p, m in zip(prompts, most, strict=True))
-    kv_pages = least + int(rng.integers(0, 4)) if rng.random() < 0.7 else least * MOST_ROWS
+    kv_pages = least + int(rng.integers(0, 4)) if rng.random() < 0.7 else least * most_rows
     closed = rng.random() < 0.5
     ratio = float(rng.choice([0.01, 0.1, 0.7]))
     names = [name for name in sim.Roofline.RANKS if name != "host_s"]
     return Case(
-        max_running=int(rng.integers(1, MOST_ROWS + 1)),
+        max_running=int(rng.integers(1, most_rows + 1)),
         verify_width=width,
         draft_steps=int(rng.integers(0, width)),
         alloc_len=alloc_len,
@@ -98,16 +98,16 @@ def random_case(rng: np.random.Generator) -> Case:
         prompts=prompts,
         most=most,
         stops=stops,
-        arrivals=[0.0] * REQUESTS if closed else np.cumsum(rng.exponential(8.0, REQUESTS)).tolist(),
-        count=REQUESTS if rng.random() < 0.8 else int(rng.integers(1, REQUESTS)),
-        accepts=[rng.integers(1, WIDEST + 1, 9).tolist() for _ in range(REQUESTS)],
+        arrivals=[0.0] * requests if closed else np.cumsum(rng.exponential(8.0, requests)).tolist(),
+        count=requests if rng.random() < 0.8 else int(rng.integers(1, requests)),
+        accepts=[rng.integers(1, WIDEST + 1, 9).tolist() for _ in range(requests)],
         seconds={name: float(rng.random() * 0.1) for name in names} | {"host_s": float(rng.choice([0, 0.3, 2.0]))},
     )
 
 
-def random_cases(count: int, seed: int = 0) -> list[Case]:
+def random_cases(count: int, seed: int = 0, **sizes: int) -> list[Case]:
     rng = np.random.default_rng(seed)
-    return [random_case(rng) for _ in range(count)]
+    return [random_case(rng, **sizes) for _ in range(count)]
 
 
 def parts_of(cases: list[Case]):

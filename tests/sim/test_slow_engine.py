@@ -14,8 +14,8 @@ COUNTS = (
 
 
 @functools.cache
-def both(count=160, seed=0):
-    cases = random_cases(count, seed)
+def both(count=160, seed=0, **sizes):
+    cases = random_cases(count, seed, **sizes)
     return cases, sim.simulate(*parts_of(cases), page_size=PAGE_SIZE), [case.slow_engine().run() for case in cases]
 
 
@@ -63,9 +63,11 @@ def test_the_cases_have_something_of_everything():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(1, 7))
-def test_many_more(seed):
-    cases, report, slow = both(2000, seed)
+@pytest.mark.parametrize(
+    ("count", "seed", "sizes"),
+    [*((2000, seed, {}) for seed in range(1, 6)), (60, 0, {"requests": 80, "most_rows": 60})],
+)
+def test_many_more(count, seed, sizes):
+    _, report, slow = both(count, seed, **sizes)
     for name in COUNTS:
         np.testing.assert_array_equal(getattr(report, name), [getattr(engine, name) for engine in slow], err_msg=name)
-    del cases
