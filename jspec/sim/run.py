@@ -26,8 +26,8 @@ class Report:
     Times are simulated seconds. A percentile over requests is `np.nanpercentile(report.first_token_s, 99, axis=-1)`.
     """
 
-    complete: Any  # bool[C]  all requests ended; False: `max_steps` came first
-    seconds: Any  # f32[C]  when the last iteration ended, or the clock stood
+    complete: Any  # bool[C]  all requests ended; False: `max_steps` came before
+    seconds: Any  # f32[C]  at the end of its last iteration
     busy_s: Any  # f32[C]  of these, the device ran
     steps: Any  # i32[C]  iterations that did something
     iterations: Any  # i32[C]  decode launches settled, as `Summary.iterations`

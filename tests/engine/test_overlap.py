@@ -18,15 +18,16 @@ def test_a_launch_leaves_the_batch_and_the_state_untouched(monkeypatch):
     """Every array of the plan, and of the state it came from, is read-only during the launch and equal after it."""
     seen = []
 
-    def frozen_plan(state, *, limits, real=engine_module.plan):
-        state, batch, left = real(state, limits=limits)
-        for leaf in jax.tree.leaves((state, batch)):
-            if isinstance(leaf, np.ndarray):
-                leaf.setflags(write=False)
-        seen.append((batch, jax.tree.map(np.copy, batch)))
-        return state, batch, left
+    def frozen_plan(states, *, limits, real=engine_module.plan_ranks):
+        planned = real(states, limits=limits)
+        for state, batch, _ in planned:
+            for leaf in jax.tree.leaves((state, batch)):
+                if isinstance(leaf, np.ndarray):
+                    leaf.setflags(write=False)
+            seen.append((batch, jax.tree.map(np.copy, batch)))
+        return planned
 
-    monkeypatch.setattr(engine_module, "plan", frozen_plan)
+    monkeypatch.setattr(engine_module, "plan_ranks", frozen_plan)
     engine = build(markov(), worker=oracle_worker(), mixed_batches=True, page_size=4, max_prefill_tokens=32)
     prompts = prompts_of(6)
     outputs = engine.generate(prompts, greedy(20))
