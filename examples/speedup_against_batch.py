@@ -7,7 +7,7 @@
 # ---
 
 # %% [markdown]
-# # When does speculative decoding stop to pay?
+# # When does speculative decoding stop paying?
 #
 # A verify of `k` drafts emits `(1 - a^(k+1)) / (1 - a)` tokens on average, where `a` is the share of drafts accepted (Leviathan, Kalman, Matias, arXiv
 # [2211.17192](https://arxiv.org/abs/2211.17192)). At batch 1 the verify costs hardly more than a plain step: both wait for the weights. As the batch grows,
@@ -83,8 +83,8 @@ latency = PrefilledElsewhere(**vars(roof))
 # %% [markdown]
 # ## All set-ups in one call
 #
-# Batch size, draft depth and context length vary together: every combination is one configuration. Each serves four requests a row, one after another, so
-# that the batch stays full; the KV pages are those that fit beside the weights.
+# Batch size, draft depth and context length vary together: every combination is one configuration. Each serves four requests a row or more, one after
+# another, so that the batch stays full; the KV pages are those that fit beside the weights.
 
 # %%
 BATCHES, DEPTHS, CONTEXTS = 2 ** np.arange(9), [0, 1, 2, 4, 8], [256, 4096]
@@ -106,7 +106,7 @@ report = sim.simulate(
     ),
     sim.closed_batch(
         num_requests=4 * int(BATCHES[-1]),
-        count=4 * points["batch"],
+        count=np.maximum(4 * points["batch"], 32),
         prompt_len=points["context"][:, None],
         max_new_tokens=NEW_TOKENS,
     ),
@@ -132,14 +132,16 @@ speedup = tokens_per_s / tokens_per_s[:, :1]
 
 # %%
 row = sim.Work(
-    rows=1, width=1, kv_tokens=np.float32(CONTEXTS[0]), draft_steps=0, prefill_rows=0, prefill_tokens=0, prefill_pairs=0.0
+    rows=1, width=1, kv_tokens=CONTEXTS[0], draft_steps=0, prefill_rows=0, prefill_tokens=0, prefill_pairs=0.0
 )
 plain_s, drafted_s = (float(latency.device_s(row._replace(draft_steps=steps))) for steps in (0, 1))
 cost = (drafted_s - plain_s) / plain_s
 print(f"a step of the draft costs {cost:.3f} steps of the target; speed-up at batch 1, context {CONTEXTS[0]}:")
 for j, depth in enumerate(DEPTHS):
     expected = (1 - ACCEPTED ** (depth + 1)) / (1 - ACCEPTED) / (depth * cost + 1)
-    print(f"  k = {depth}: {speedup[0, j, 0]:.2f}x simulated, {expected:.2f}x by the formula, accept length {accept_length[0, j, 0]:.2f}")
+    print(
+        f"  k = {depth}: {speedup[0, j, 0]:.2f}x simulated, {expected:.2f}x by the formula, accept length {accept_length[0, j, 0]:.2f}"
+    )
 
 
 # %% [markdown]
@@ -157,38 +159,70 @@ def break_even(curve) -> float | None:
     return None
 
 
-figure, axes = plt.subplots(1, len(CONTEXTS), figsize=(10.5, 4.6), sharey=True, layout="constrained")
+figure, axes = plt.subplots(1, len(CONTEXTS), figsize=(10.5, 4.9), sharey=True, layout="constrained")
 colors = plt.get_cmap("viridis")(np.linspace(0.05, 0.85, len(DEPTHS) - 1))
 for i, (axis, context) in enumerate(zip(axes, CONTEXTS, strict=True)):
     axis.axhspan(0, 1, color="0.95", zorder=0)
     axis.axhline(1, color="0.25", linestyle="--", linewidth=1.2, label="break-even")
-    crossings = []
     for j, depth in enumerate(DEPTHS[1:], start=1):
-        axis.plot(BATCHES, speedup[i, j], marker="o", markersize=4, color=colors[j - 1], label=f"k = {depth}")
+        axis.plot(
+            BATCHES,
+            speedup[i, j],
+            marker="o",
+            markersize=4,
+            color=colors[j - 1],
+            label=f"{depth} draft{'s' * (depth > 1)} a verify",
+        )
         if (batch := break_even(speedup[i, j])) is not None:
-            crossings.append(batch)
-            axis.plot(batch, 1, marker="D", markersize=8, color="white", markeredgecolor=colors[j - 1], markeredgewidth=2, zorder=5)
-            axis.annotate(
-                f"{batch:.0f}", (batch, 1), xytext=(0, 9), textcoords="offset points", ha="center", color=colors[j - 1], fontsize=9
+            axis.plot(
+                batch,
+                1,
+                marker="D",
+                markersize=8,
+                color="white",
+                markeredgecolor=colors[j - 1],
+                markeredgewidth=2,
+                zorder=5,
             )
+            axis.vlines(batch, 0, 1, color=colors[j - 1], linestyle=":", linewidth=1.2)
+            axis.text(batch * 1.05, 0.05, f"{batch:.0f}", color=colors[j - 1], fontsize=9)
     axis.set_xscale("log", base=2)
     axis.set_xticks(BATCHES, [str(batch) for batch in BATCHES])
     axis.set_xlim(0.9, BATCHES[-1] * 1.12)
     axis.set_ylim(0, None)
     axis.set_xlabel("batch size (requests that decode together)")
-    axis.set_title(f"prompts of {context:,} tokens", fontsize=11)
+    axis.set_title(f"prompts of {context:,} tokens, {NEW_TOKENS} new ones", fontsize=11)
     axis.grid(alpha=0.3)
     if np.isnan(speedup[i]).any():
         first = BATCHES[np.isnan(speedup[i, 0])][0]
         axis.axvspan(first / 2**0.5, BATCHES[-1] * 1.12, color="0.85", hatch="//", alpha=0.5, linewidth=0)
-        axis.text(first, 0.12, "KV does not\nfit the chip", ha="center", fontsize=9, color="0.3")
+        axis.text(
+            1.04 * first / 2**0.25,
+            2.1,
+            "KV does not fit the chip",
+            rotation=90,
+            ha="center",
+            va="center",
+            fontsize=9,
+            color="0.3",
+        )
 axes[0].set_ylabel("speed-up over plain decoding\n(tokens/s over tokens/s)")
 axes[0].text(1.0, 0.9, "slower than plain decoding", fontsize=9, color="0.35", va="top")
 handles, labels = axes[0].get_legend_handles_labels()
-handles.append(plt.Line2D([], [], marker="D", markersize=7, linestyle="", color="white", markeredgecolor="0.3", markeredgewidth=2))
-axes[1].legend(handles, [*labels, "batch at break-even"], title="drafts a verify", loc="upper right", fontsize=9)
+handles.append(
+    plt.Line2D([], [], marker="D", markersize=7, linestyle="", color="white", markeredgecolor="0.3", markeredgewidth=2)
+)
+figure.legend(
+    handles,
+    [*labels, "batch size at break-even"],
+    loc="outside lower center",
+    ncols=len(handles),
+    fontsize=9,
+    frameon=False,
+)
 figure.suptitle(
-    f"Speculative decoding against batch size: Llama-3.1-8B (bf16) on one TPU {CHIP.name}, {ACCEPTED:.0%} of drafts accepted, modelled", fontsize=11
+    f"Speculative decoding against batch size: Llama-3.1-8B (bf16) on one TPU {CHIP.name}, {ACCEPTED:.0%} of drafts accepted, modelled",
+    fontsize=11,
 )
 out = Path(sys.argv[1] if "ipykernel" not in sys.modules and len(sys.argv) > 1 else "speedup_against_batch.png")
 figure.savefig(out, dpi=150)

@@ -21,7 +21,6 @@ Name = TypeVar("Name", bytes, int)
 class Shape(NamedTuple):
     """What the search must know of a node to hold outcomes and frontiers beside it."""
 
-    num_unsettled: int
     outcomes_mask: int  # over the outcomes of unsettled launches, oldest lowest: those that count
     lengths_mask: int  # over packed lengths: rows that are held
     committed: int  # packed lengths
@@ -63,18 +62,21 @@ class Expansion(NamedTuple):
 
 def shape_of(moves: Moves, node: Node) -> Shape:
     """The shape of a node."""
-    bits = DIGIT_BITS * (moves.config.rows + 1)
-    mask = 0
-    for place, launch in enumerate(node.launches):
-        mask |= rows_mask([row for row, kind in launch if kind != LOST], DIGIT_BITS) << bits * place
     held = [row for row, serial in enumerate(node.state.requests.serial.tolist()) if serial]
     return Shape(
-        num_unsettled=len(node.launches),
-        outcomes_mask=mask,
+        outcomes_mask=_outcomes_mask(moves, node.launches),
         lengths_mask=rows_mask(held, LENGTH_BITS),
         committed=pack_lengths(node.state.ledger.kv_committed_len.tolist()),
         ended=not (node.live or node.arrivals or node.launches),
     )
+
+
+def _outcomes_mask(moves: Moves, launches: tuple[tuple[tuple[int, int], ...], ...]) -> int:
+    """Over the outcomes of launches, oldest lowest: those of rows that are not lost."""
+    mask, bits = 0, DIGIT_BITS * (moves.config.rows + 1)
+    for place, launch in enumerate(launches):
+        mask |= rows_mask([row for row, kind in launch if kind != LOST], DIGIT_BITS) << bits * place
+    return mask
 
 
 class Expander:
@@ -141,9 +143,6 @@ class Expander:
 
     def _step(self, after: Node, launch: Launch | None, num_old: int) -> Step[bytes]:
         """What the launch does to outcomes and frontiers; what follows is added later."""
-        mask, bits = 0, DIGIT_BITS * (self.moves.config.rows + 1)
-        for place, old in enumerate(after.launches[:num_old]):
-            mask |= rows_mask([row for row, kind in old if kind != LOST], DIGIT_BITS) << bits * place
         prompts = launch.prompts if launch is not None else ()
         moving = launch.moving if launch is not None else ()
         fresh = {row for row, _ in prompts}
@@ -151,7 +150,7 @@ class Expander:
         guards = sum(1 << LENGTH_BITS * (row + 1) - 1 for row, _, _ in moving)
         return Step(
             num_old=num_old,
-            outcomes_mask=mask,
+            outcomes_mask=_outcomes_mask(self.moves, after.launches[:num_old]),
             lengths_mask=rows_mask(kept, LENGTH_BITS),
             prompts=sum(end << LENGTH_BITS * row for row, end in prompts),
             room=guards + sum((allocated - written) << LENGTH_BITS * row for row, allocated, written in moving),

@@ -7,7 +7,7 @@ from jspec.explore.config import ExploreConfig
 from jspec.explore.expansion import ABORT, ACTION_BITS, STEP_ACTION, SUBMIT
 from jspec.explore.moves import Launch, Moves
 from jspec.explore.node import Node
-from jspec.explore.outcomes import DIGIT_BITS, KINDS, LOST, PROMPT
+from jspec.explore.outcomes import DIGIT_BITS, KINDS, LOST, PROMPT, rows_mask
 from jspec.explore.violation import Violation, require
 from jspec.state import GenerationBatchResult
 
@@ -164,7 +164,7 @@ class Replay:
 
 def rows_that_count(launch: Sequence[tuple[int, int]]) -> int:
     """A mask over the outcomes of a launch: those of rows that are not lost."""
-    return sum(((1 << DIGIT_BITS) - 1) << DIGIT_BITS * row for row, kind in launch if kind != LOST)
+    return rows_mask([row for row, kind in launch if kind != LOST], DIGIT_BITS)
 
 
 def replay(path: Path) -> list[Frame]:

@@ -4,10 +4,10 @@ import dataclasses
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jspec.sim.checks import as_array, require
-from jspec.state.dense import namespace
 
 
 class Work(NamedTuple):
@@ -77,13 +77,12 @@ class Roofline:
 
     def device_s(self, work: Work):
         """See `LatencyModel`."""
-        xp = namespace(work.kv_tokens)
-        decoded = xp.astype(work.rows * work.width, xp.float32)
+        decoded = jnp.asarray(work.rows * work.width, jnp.float32)
         tokens = decoded + work.prefill_tokens
         pairs = work.kv_tokens * work.width + work.prefill_pairs
-        linear = xp.maximum(self.weight_s, self.token_s * tokens)
-        attention = xp.maximum(self.kv_token_s * (work.kv_tokens + tokens), self.pair_s * pairs)
-        draft_linear = xp.maximum(self.draft_weight_s, self.draft_token_s * work.rows)
+        linear = jnp.maximum(self.weight_s, self.token_s * tokens)
+        attention = jnp.maximum(self.kv_token_s * (work.kv_tokens + tokens), self.pair_s * pairs)
+        draft_linear = jnp.maximum(self.draft_weight_s, self.draft_token_s * work.rows)
         draft = draft_linear + self.draft_kv_token_s * work.kv_tokens + self.draft_step_s
         return self.launch_s + linear + attention + work.draft_steps * draft
 
@@ -164,11 +163,11 @@ class Measured:
 
     def device_s(self, work: Work):
         """See `LatencyModel`. Between two measurements on a straight line, as much below the first as the first; beyond the last as the last."""
-        xp = namespace(work.kv_tokens)
         # A launch of prompts alone costs its tokens, on top of the smallest step.
-        low, high, share = _between(xp, self.rows, work.rows)
-        left, right, part = _between(xp, self.widths, work.width)
-        a, b, c, d = (self.step_s[i, j] for i in (low, high) for j in (left, right))
+        low, high, share = _between(self.rows, work.rows)
+        left, right, part = _between(self.widths, work.width)
+        step_s = jnp.asarray(self.step_s)
+        a, b, c, d = (step_s[i, j] for i in (low, high) for j in (left, right))
         step = (1 - share) * ((1 - part) * a + part * b) + share * ((1 - part) * c + part * d)
         return step + self.prefill_token_s * work.prefill_tokens + self.draft_step_s * work.draft_steps
 
@@ -179,13 +178,14 @@ class Measured:
             require(value <= most, f"{name}={value} is beyond the measured {most}: measure it, or use a roofline")
 
 
-def _between(xp, known, value):
+def _between(known, value):
     """Places of the neighbours of a value among ascending ones, and how far it is from the first to the second, in [0, 1]."""
+    known = jnp.asarray(known)
     last = known.shape[0] - 1
-    high = xp.clip(xp.sum(known < value, dtype=xp.int32), min(1, last), last)
-    low = xp.maximum(high - 1, 0)
-    gap = xp.maximum(known[high] - known[low], 1)
-    return low, high, xp.clip((value - known[low]) / gap, 0.0, 1.0)
+    high = jnp.clip(jnp.sum(known < value, dtype=jnp.int32), min(1, last), last)
+    low = jnp.maximum(high - 1, 0)
+    gap = jnp.maximum(known[high] - known[low], 1)
+    return low, high, jnp.clip((value - known[low]) / gap, 0.0, 1.0)
 
 
 def measured(
