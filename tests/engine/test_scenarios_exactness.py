@@ -254,9 +254,9 @@ def drained(engine, most: int = 300) -> dict:
     for _ in range(most):
         ended |= {e.rid: e.output for e in engine.step() if e.output is not None}
         if not engine.has_work:
-            break
-    assert_idle(engine)
-    return ended
+            assert_idle(engine)
+            return ended
+    raise AssertionError(f"there is work after {most} steps")
 
 
 def assert_port_is_free(port: int):

@@ -12,6 +12,7 @@ from unittest import mock
 
 import msgpack
 import numpy as np
+import pytest
 from engine.kit import ACCEPT, build, markov, markov_continuation, markov_table, oracle_worker, wrong_tokens
 from engine.test_stop_strings import TEXTS, letters
 
@@ -25,22 +26,33 @@ RIGHT, MIXED, WRONG = (cycle[0] for cycle in ACCEPT.values())
 EOS = markov_continuation(RIGHT, 8)[-1]
 """Of the cycle whose drafts are right: it comes inside a run."""
 
-ROOMY = {"page_size": 4, "max_running": 4, "max_prefill_tokens": 24, "mixed_batches": True}
-PRESSED = {**ROOMY, "kv_tokens": 160, "schedule_conservativeness": 0.01}
+PRESSED = {
+    "page_size": 4,
+    "max_running": 4,
+    "max_prefill_tokens": 24,
+    "mixed_batches": True,
+    "kv_tokens": 160,
+    "schedule_conservativeness": 0.01,
+}
 """A pool that is promised many times over."""
+
+WORKERS = ("oracle", "eagle", pytest.param("ngram", marks=pytest.mark.slow))
+"""With one program a launch, with two, and one more that the fast suite leaves out: it takes as long to compile as it shows little that the first does not."""
 
 
 @functools.cache
 def programs_of(worker: str) -> Engine:
     """An engine that nobody runs: its programs are those of `twin`."""
     target = markov(eos_token_ids=(EOS,))
-    if worker.startswith("oracle"):
-        overlap = worker == "oracle"
-        return build(markov(), worker=oracle_worker(), max_running=2, page_size=4, context_len=64, overlap=overlap)
-    if worker == "ngram":
-        return build(target, worker=ngram(target, num_draft_tokens=5, min_ngram=1), tokenizer=letters(), **PRESSED)
-    draft = markov_draft(target, markov_table(), wrong_after=wrong_tokens())
-    return build(target, worker=eagle(target, draft, sizes=EagleSizes(num_steps=2)), tokenizer=letters(), **PRESSED)
+    name, *how = worker.split(", ")
+    if name == "oracle":
+        built = oracle_worker()
+    elif name == "ngram":
+        built = ngram(target, num_draft_tokens=5, min_ngram=1)
+    else:
+        draft = markov_draft(target, markov_table(), wrong_after=wrong_tokens())
+        built = eagle(target, draft, sizes=EagleSizes(num_steps=2))
+    return build(target, worker=built, tokenizer=letters(), overlap=how != ["no overlap"], **PRESSED)
 
 
 def twin(worker: str, **settings: Any) -> Engine:
@@ -151,12 +163,12 @@ def two_requests() -> Recorded:
     """A short run whose every accept length is known in advance: five a verify, then one and two."""
 
     def run(watched: Watched) -> None:
-        watched.submit([7, 9, RIGHT], SamplingParams(max_new_tokens=12), rid="right")
+        watched.submit([7, 9, RIGHT], SamplingParams(max_new_tokens=12, ignore_eos=True), rid="right")
         watched.step(2)
         watched.submit([WRONG], SamplingParams(max_new_tokens=4), rid="wrong")
         watched.drain()
 
-    return record("oracle", run)
+    return record("oracle", run, mixed_batches=False)
 
 
 def prompt_of(length: int, *, last: int, seed: int = 0) -> list[int]:
@@ -182,7 +194,7 @@ def everything(run: Watched) -> None:
         run.submit(prompt_of(30, last=MIXED, seed=1), params(12), rid="chunked beside")
         run.submit(known[RIGHT], params(20, ignore_eos=False), rid="ends inside a run")
         run.step(3)
-        text = "".join(TEXTS[token] for token in markov_continuation(MIXED, 8))
+        text = "".join(TEXTS[token] for token in markov_continuation(MIXED, 7))
         run.submit(known[MIXED], params(24, stop=text[-3:-1]), rid="stops at a string")
         run.submit(long, params(6, n=2), rid="twice")
         run.submit([9, 9], params(6), rid="aborted at once")

@@ -40,7 +40,7 @@ def test_what_a_decode_changes_in_full():
     assert found[:2] == ["s.requests.last_launch[1]: 4 -> 5", "s.requests.last_launch[2]: 4 -> 5"]
     assert found[2].startswith("s.launched[1:]: () -> (Launched(forward_iter=np.int32(5), rows=array([1, 2]")
     assert found[3] == "s.forward_iter: 4 -> 5"
-    assert len(found) == 5 and found[4].startswith("s.new_token_ratio: 0.69") and " -> 0.69" in found[4]
+    assert len(found) == 5 and found[4].startswith("s.new_token_ratio: 0.00697") and " -> 0.00696" in found[4]
     assert state_diff(settle.before[0], settle.after[0], name="s")[:4] == [
         "s.requests.output_len[1]: 6 -> 11",
         "s.requests.output_len[2]: 1 -> 2",

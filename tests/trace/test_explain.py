@@ -14,8 +14,6 @@ from jspec.trace.timeline import FIELDS, Iteration, Line, Timeline, timeline
 
 from .kit import MIXED, RIGHT, WRONG, Watched, everything_of, record, two_requests
 
-WORKERS = ("ngram", "eagle")
-
 
 def numbers(text: str) -> list[int]:
     return [int(number) for number in re.findall(r"-?\d+", text)]
@@ -210,8 +208,8 @@ def check_line(run: Timeline, iteration: Iteration, line: Line, field: str) -> N
 
 
 def runs():
-    found = {worker: timeline(everything_of(worker).recording) for worker in WORKERS}
-    return {**found, "oracle": timeline(two_requests().recording)}
+    found = {worker: timeline(everything_of(worker).recording) for worker in ("oracle", "eagle")}
+    return {**found, "two requests": timeline(two_requests().recording)}
 
 
 @pytest.mark.parametrize("field", FIELDS)
@@ -236,7 +234,7 @@ def test_a_stay_on_another_row_of_the_same_epoch_is_another_stay():
         watched.submit([MIXED], SamplingParams(max_new_tokens=3, ignore_eos=True, priority=1), rid="urgent")
         watched.drain()
 
-    found = timeline(record("ngram", run).recording)
+    found = timeline(record("oracle", run).recording)
     # The same run with every epoch 0, as rows have them that nobody left before.
     for iteration in found.iterations:
         iteration.lines = [dataclasses.replace(line, epoch=0) for line in iteration.lines]

@@ -325,10 +325,10 @@ def test_the_file_is_what_its_description_says(tmp_path):
     frames = [frame for _, frame in frames_of(data)]
     kind, header = frames[0]
     assert kind == "header" and header["version"] == 1 and header["limits"]["alloc_len"] == 5
-    assert (header["max_running"], header["page_size"], header["num_ranks"]) == (2, 4, 1)
+    assert (header["max_running"], header["page_size"], header["num_ranks"]) == (4, 4, 1)
     assert (header["verify_width"], header["output_stride"], header["algorithm"]) == (5, 5, "oracle")
     submit = next(frame for frame in frames if frame[0] == "submit")
-    assert submit[2:] == [0, 1, "right", 0, f"7 9 {RIGHT}", 3, 12, 0, [], []]
+    assert submit[2:] == [0, 1, "right", 0, "aHbBaA", 3, 12, 0, [], []]
     plan = next(frame for frame in frames if frame[0] == "plan")
     assert plan[3] == [["extend", [1], [], [[0, 3, 3, 0, 0]], [[1]], []]]
     assert frames[-1][0] == "end" and len(frames[-1]) == 2
@@ -386,7 +386,7 @@ def test_a_full_disk_ends_the_record_and_not_the_run(tmp_path, caplog):
 
     engine._recorder._writer._file = Full()
     with caplog.at_level(logging.WARNING, logger="jspec.trace"):
-        (output,) = engine.generate([[RIGHT]], SamplingParams(max_new_tokens=30))
+        (output,) = engine.generate([[RIGHT]], SamplingParams(max_new_tokens=30, ignore_eos=True))
         engine.close()
     assert len(output.token_ids) == 30
     (message,) = [record.getMessage() for record in caplog.records]

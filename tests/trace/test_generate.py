@@ -6,6 +6,7 @@ import pytest
 from tiny_checkpoint import write_checkpoint
 from typer.testing import CliRunner
 
+from jspec.bench.prompts import load_prompt_sets
 from jspec.bench.serve_report import Spread
 from jspec.bench.tables import console
 from jspec.bench.trace import TraceCost, TraceJob, trace_tables
@@ -25,7 +26,10 @@ def run(*args):
 
 
 def generate(model, *args):
-    sizes = ["--algorithm", "plain", "--max-new-tokens", 6, "--ignore-eos", "--context-len", 64, "--max-running", 1]
+    # As the bench has them, which runs the longest of the bundled prompts: so its programs are compiled once.
+    context_len = max(len(text.encode()) + 1 for text in load_prompt_sets(["bundled"])[0].texts) + 6
+    sizes = ["--algorithm", "plain", "--max-new-tokens", 6, "--ignore-eos"]
+    sizes += ["--context-len", context_len, "--max-running", 1]
     return run("generate", "--model", model, "--prompt", "abcabc", "--prompt", "[red]xyz", *sizes, "--json", *args)
 
 

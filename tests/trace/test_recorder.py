@@ -15,9 +15,9 @@ from jspec.trace.format import read_trace
 from jspec.trace.replay import replay_until
 from jspec.trace.timeline import timeline
 
-from .kit import MIXED, RIGHT, WRONG, Watched, everything, everything_of, frames_of, record, twin
+from .kit import MIXED, RIGHT, WORKERS, WRONG, Watched, everything, everything_of, frames_of, record, twin
 
-WORKERS = ("ngram", "eagle")
+BOTH = ("oracle", "eagle")
 
 
 def threads() -> list[str]:
@@ -35,7 +35,7 @@ def test_without_a_trace_nothing_is_written_and_no_thread_started(tmp_path, monk
     monkeypatch.setattr(builtins, "open", watched)
     engine = twin("oracle", trace=None)
     assert engine._recorder is None
-    (output,) = engine.generate([[RIGHT]], SamplingParams(max_new_tokens=9))
+    (output,) = engine.generate([[RIGHT]], SamplingParams(max_new_tokens=9, ignore_eos=True))
     engine.close()
     assert len(output.token_ids) == 9 and opened == [] and list(tmp_path.iterdir()) == []
     assert threading.active_count() == before and not threads()
@@ -59,7 +59,7 @@ def test_the_same_tokens_with_and_without(worker):
     assert [kind for kind, _ in plain.seen] == [kind for kind, _ in recorded.seen]
 
 
-@pytest.mark.parametrize(("worker", "of_programs"), [("oracle", 1), ("ngram", 1), ("eagle", 2)])
+@pytest.mark.parametrize(("worker", "of_programs"), [("oracle", 1), ("eagle", 2)])
 def test_what_is_dispatched_and_what_crosses(worker, of_programs, tmp_path, monkeypatch):
     """Of each decode launch: the programs, and with a second one its receipt, whether the trace knows it by name or not."""
     calls, real = [0], jax.stages.Compiled.__call__
@@ -100,7 +100,7 @@ def test_no_compilation_once_it_is_built():
         watched.engine.close()
         assert compiles() == before
 
-    for worker in WORKERS:
+    for worker in BOTH:
         record(worker, run)
 
 
@@ -162,13 +162,13 @@ def test_a_path_that_is_none(path):
 
 def test_nothing_is_kept_of_requests_that_ended():
     """However they end: names of pages are kept while they may be needed, and no longer."""
-    for worker in WORKERS:
+    for worker in BOTH:
         assert everything_of(worker).watched.recorder._prompt_keys == {}
 
 
 def test_what_a_request_leaves_to_the_cache_is_told_in_short():
     """Names of pages of its prompt by their number, others in full; of one that was aborted, whose names are not kept, all in full."""
-    frames = everything_of("ngram").recording.frames
+    frames = everything_of("oracle").recording.frames
     named = {key for frame in frames if frame[0] == "submit" for key in frame[11]}
     ended = [end for frame in frames if frame[0] == "settle" for rank in frame[2] for end in rank[5]]
     assert any(count > 0 and beyond for _, _, count, beyond in ended)
@@ -201,7 +201,7 @@ def test_a_program_that_fails_is_no_matter_of_the_record(tmp_path):
 
 def test_a_draft_s_depth_is_on_record():
     """With one depth it is that one."""
-    assert {it.depth for it in timeline(everything_of("ngram").recording).iterations} == {0}
+    assert {it.depth for it in timeline(everything_of("oracle").recording).iterations} == {0}
     eagle = timeline(everything_of("eagle").recording)
     assert {it.depth for it in eagle.iterations if it.modes == ("decode",)} == {2}
 
