@@ -593,12 +593,11 @@ class Engine:
 
     def _drain(self, rids: list[tuple[str, int]], refused: list[Emission]) -> Iterator[Emission]:
         """Runs until the requests have ended. Emissions of other requests are kept for the next `step`."""
-        open_rids = set(rids)
-        emissions: Iterable[Emission] = refused
+        open_rids, unread, others = set(rids), list(refused), list[Emission]()
         try:
             while True:
-                others = []
-                for emission in emissions:
+                while unread:
+                    emission = unread.pop(0)
                     if (emission.rid, emission.index) not in open_rids:
                         others.append(emission)
                         continue
@@ -606,10 +605,11 @@ class Engine:
                         open_rids.remove((emission.rid, emission.index))
                     yield emission
                 if not open_rids:
-                    self._undelivered.extend(others)
                     return
-                emissions = [*others, *self.step()]
-        finally:  # a caller that stops reading ends what it asked for
+                unread = list(self.step())
+        finally:  # a caller that stops reading ends what it asked for, and nothing of the others is lost
+            others += [emission for emission in unread if (emission.rid, emission.index) not in open_rids]
+            self._undelivered = [*others, *self._undelivered]
             for rid, _ in open_rids:
                 self.abort(rid)
 
