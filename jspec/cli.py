@@ -35,7 +35,7 @@ Model = Annotated[str, typer.Option(help='A GGUF file, a Hugging Face directory,
 Algorithm = Annotated[
     str,
     typer.Option(
-        help='"eagle3", "eagle" or "multi-layer-eagle" (draft models), "ngram" (prompt lookup), "plain" (no speculation).'
+        help='How tokens are drafted and verified, as "ngram" or "eagle3": `jspec algorithms` lists them. "plain" does neither.'
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard output and nothing else there.")]
@@ -76,6 +76,21 @@ def _options(
     ] = False,
 ) -> None:
     pass
+
+
+@app.command("algorithms")
+def list_algorithms(as_json: Json = False) -> None:
+    """List the algorithms, those of installed packages among them."""
+    from jspec.spec_workers import algorithms
+
+    with usage_errors():
+        found = algorithms()
+    if as_json:
+        typer.echo(json.dumps({name: algorithm.summary for name, algorithm in found.items()}))
+        return
+    width = max(map(len, found))
+    for name, algorithm in found.items():
+        typer.echo(f"{name:{width}}  {algorithm.summary}")
 
 
 @app.command()
@@ -138,6 +153,13 @@ def generate(
     adaptive_steps: Annotated[
         str, typer.Option(help='Draft depths to choose among, by batch size: "1:1,3,5 8:0,1,3".')
     ] = "",
+    ragged_verify: Annotated[
+        str, typer.Option(help='dspark: verify every draft ("static"), or as many as pay ("compact", "cap-accept").')
+    ] = EngineConfig.ragged_verify,
+    sps: Annotated[str | None, typer.Option(help="dspark: what a verify costs here, from `jspec profile sps`.")] = None,
+    sts: Annotated[
+        str | None, typer.Option(help="dspark: temperatures of its confidence, from `jspec calibrate sts`.")
+    ] = None,
     context_len: Annotated[int | None, typer.Option(help="Longest prompt + output; by default what is needed.")] = None,
     page_size: PageSize = EngineConfig.page_size,
     max_running: MaxRunning = EngineConfig.max_running,
@@ -223,6 +245,9 @@ def generate(
             rejection_sampling=rejection_sampling,
             lossy_threshold=lossy_threshold,
             adaptive_steps=_adaptive_steps(adaptive_steps),
+            ragged_verify=ragged_verify,
+            sps=sps,
+            sts=sts,
             page_size=page_size,
             max_running=max_running,
             context_len=context_len,

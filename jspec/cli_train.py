@@ -9,7 +9,9 @@ import typer
 
 from jspec.cli_errors import usage_errors
 
-Kind = Annotated[str, typer.Argument(help='"eagle3", "eagle" or "multi-layer".', show_default=False)]
+Kind = Annotated[
+    str, typer.Argument(help='"eagle3", "eagle", "multi-layer", "dflash" or "dspark".', show_default=False)
+]
 Model = Annotated[str, typer.Option(help='The target: a GGUF file, a Hugging Face directory, or "smollm2".')]
 WorkDir = Annotated[
     Path, typer.Option(help="Keeps text, features, checkpoints and figures; a killed run goes on there.")
@@ -26,13 +28,24 @@ DraftVocabSize = Annotated[int, typer.Option(help="Tokens that the draft can pro
 IntermediateSize = Annotated[int | None, typer.Option(help="Width of the draft's MLP; by default the target's.")]
 Init = Annotated[Path | None, typer.Option(help="A draft to go on from, instead of the target's own layer.")]
 CaptureLayers = Annotated[
-    str | None, typer.Option(help='eagle3: target layers to read, as "1,14,26"; by default low, middle and high.')
+    str | None,
+    typer.Option(help='eagle3, dflash, dspark: target layers to read, as "1,14,26"; by default low, middle and high.'),
 ]
 NumModules = Annotated[int | None, typer.Option(help="multi-layer: modules, one a token ahead; by default 3.")]
 Chained = Annotated[
     bool | None,
     typer.Option("--chained", help="multi-layer: each module reads the one before it instead of the target."),
 ]
+NumLayers = Annotated[int | None, typer.Option(help="dflash, dspark: layers of the draft; by default 2.")]
+BlockSize = Annotated[
+    int | None,
+    typer.Option(help="dflash, dspark: rows of a block, or tokens that one proposes; by default 8."),
+]
+MaskTokenId = Annotated[
+    int | None, typer.Option(help="dflash, dspark: stands for what is to be proposed; by default 0.")
+]
+MarkovRank = Annotated[int | None, typer.Option(help="dspark: rank of the Markov head; by default 32.")]
+MarkovHead = Annotated[str | None, typer.Option(help='dspark: "vanilla", "gated" or "rnn"; by default "vanilla".')]
 Unroll = Annotated[
     str | None,
     typer.Option(help='eagle3, eagle: depths of the trained chain, "3", or by first step, "0:1,500:3"; by default 3.'),
@@ -57,16 +70,6 @@ Resume = Annotated[bool, typer.Option(help="Go on from the newest checkpoint; --
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard output and nothing else there.")]
 
 
-KINDS = ("eagle3", "eagle", "multi-layer")
-# Options that shape only some kinds of draft.
-_ONLY_FOR = {
-    "capture_layers": ("eagle3",),
-    "unroll": ("eagle3", "eagle"),
-    "num_modules": ("multi-layer",),
-    "chained": ("multi-layer",),
-}
-
-
 def train(
     kind: Kind,
     work_dir: WorkDir,
@@ -83,6 +86,11 @@ def train(
     capture_layers: CaptureLayers = None,
     num_modules: NumModules = None,
     chained: Chained = None,
+    num_layers: NumLayers = None,
+    block_size: BlockSize = None,
+    mask_token_id: MaskTokenId = None,
+    markov_rank: MarkovRank = None,
+    markov_head: MarkovHead = None,
     steps: Steps = 1000,
     batch_size: BatchSize = 8,
     seq_len: SeqLen = 128,
@@ -104,13 +112,16 @@ def train(
     """Train a draft for a target.
 
     eagle3: one layer over three of the target's hidden states, with a head of its own. eagle: one layer over the last hidden state, with the target's head.
-    multi-layer: a module for every token ahead, with the target's head.
+    multi-layer: a module for every token ahead, with the target's head. dflash: layers that fill in a block of tokens at once. dspark: the same with a head that
+    knows the token before, and one that knows how sure to be.
     """
     given = locals()
     with usage_errors():
+        from jspec.training.job import KINDS, ONLY_FOR
+
         if kind not in KINDS:
             raise ValueError(f"kind={kind!r} must be one of {', '.join(KINDS)}")
-        for name, kinds in _ONLY_FOR.items():
+        for name, kinds in {**ONLY_FOR, "unroll": ("eagle3", "eagle")}.items():
             if given[name] is not None and kind not in kinds:
                 raise ValueError(
                     f"{name}={given[name]} means nothing to a draft of kind {kind!r}: it is for {' and '.join(kinds)}"
@@ -134,14 +145,14 @@ def _run(given: dict[str, Any]) -> None:
     import shutil
 
     from jspec.models.loading import load_model
-    from jspec.training.job import TrainJob, run_job
+    from jspec.training.job import ONLY_FOR, TrainJob, run_job
     from jspec.training.options import TrainOptions, parse_unroll_schedule
     from jspec.training.text import TextOptions
 
     sizes = ("steps", "batch_size", "seq_len", "learning_rate", "warmup_steps")
     shared = (*sizes, "max_starts", "copy_heads", "copy_weight", "held_out_every", "eval_every")
     own = ("kind", "out", "features", "draft_vocab_size", "intermediate_size", "init", "storage", "work_dir")
-    shape = ("capture_layers", "num_modules", "chained")
+    shape = tuple(ONLY_FOR)
     with usage_errors():
         options = TrainOptions(
             **{name: given[name] for name in (*shared, "checkpoint_every", "include_prompt", "seed")},

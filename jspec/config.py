@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+RAGGED_VERIFY = ("static", "cap-accept", "compact")
 POLICIES = ("fcfs", "longest-prefix")
 KERNEL_BACKENDS = ("xla", "pallas", "pallas_interpret")
 MAX_STOP_TOKEN_IDS = 8
@@ -246,6 +247,13 @@ class EngineConfig:
     output no longer has the target's distribution; greedy rows stay exact. 1: exact."""
     adaptive_steps: tuple[tuple[int, tuple[int, ...]], ...] = ()
     """Draft depths to choose among while running, by batch size: ((1, (1, 3, 5)), (8, (0, 1, 3))) from 1 and from 8 rows on. (): always `num_steps`."""
+    ragged_verify: str = "static"
+    """How DSpark verifies: "static" every draft; "compact" no more drafts than pay, by `sps` and the draft's own confidence; "cap-accept" every draft, accepting
+    no more than "compact" would have verified."""
+    sps: str | None = None
+    """A JSON file of what a verify of so many tokens costs on this machine, from `jspec profile sps`. None: every draft pays."""
+    sts: str | None = None
+    """A JSON file of temperatures that calibrate the draft's confidence, from `jspec calibrate sts`. None: as the draft says."""
     page_size: int = 64
     """Tokens a KV page holds, 1 to 256."""
     max_running: int = 8
@@ -317,6 +325,16 @@ class EngineConfig:
             raise ValueError(
                 f"min_draft_prob={self.min_draft_prob} must lie in [0, 1]; 0 always drafts to the full depth"
             )
+        if self.ragged_verify not in RAGGED_VERIFY:
+            raise ValueError(f"ragged_verify={self.ragged_verify!r} must be one of {', '.join(RAGGED_VERIFY)}")
+        for field in ("sps", "sts"):
+            value = getattr(self, field)
+            if value is not None and (not isinstance(value, str) or not value):
+                raise TypeError(f"{field}={value!r} must be the path of a file, as a string")
+            if value is not None and self.ragged_verify == "static":
+                raise ValueError(
+                    f"{field}={value!r} means nothing to ragged_verify='static', which verifies every draft: leave it out, or choose 'compact'"
+                )
         object.__setattr__(self, "adaptive_steps", _as_adaptive_steps(self.adaptive_steps))
         _check_int("page_size", self.page_size, 1, MAX_PAGE_SIZE)
         _check_int("max_running", self.max_running, 1, 4096)

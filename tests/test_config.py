@@ -106,6 +106,11 @@ BAD_ENGINE = [
     ("lossy_threshold", ValueError, [0, 0.0, -0.1, 1.5, float("nan")]),
     ("adaptive_steps", TypeError, [3, "1:1", (1, 2), ((1, 3),), ((1.0, (1,)),), ((1, (1.5,)),)]),
     ("adaptive_steps", ValueError, [((1, ()),), ((1, (3, 1)),), ((2, (1,)),), ((1, (1,)), (1, (2,))), ((1, (-1,)),)]),
+    ("ragged_verify", ValueError, ["", "dynamic", None, 3]),
+    ("sps", TypeError, [3, "", b"t"]),
+    ("sps", ValueError, ["table.json"]),  # ragged_verify is "static"
+    ("sts", TypeError, [3, "", b"t"]),
+    ("sts", ValueError, ["temperatures.json"]),
     ("page_size", ValueError, [0, -16, 257]),
     ("page_size", TypeError, [16.0, "16", None, True]),
     ("max_running", ValueError, [0, -1, 4097]),
@@ -157,6 +162,9 @@ GOOD_ENGINE = [
     ("max_running", [1, 4096]),
     ("context_len", [None, 2, 10**6]),
     ("kv_tokens", [None, 1]),
+    ("ragged_verify", ["static", "cap-accept", "compact"]),
+    ("sps", [None]),
+    ("sts", [None]),
     ("kv_memory_bytes", [None, 1, 2**40]),
     ("max_prefill_tokens", [None, 1]),
     ("metrics_port", [None, 0, 65535, np.int32(9100)]),
@@ -220,6 +228,11 @@ def test_good_sampling(field, value):
 def test_good_engine(field, value):
     got = getattr(EngineConfig(**{field: value}), field)
     assert got == (tuple(value) if isinstance(value, list) else value)
+
+
+@pytest.mark.parametrize("field", ["sps", "sts"])
+def test_a_file_for_a_budget(field):
+    assert getattr(EngineConfig(ragged_verify="compact", **{field: "a.json"}), field) == "a.json"
 
 
 @pytest.mark.parametrize("field", ["stop", "bad_words"])

@@ -14,7 +14,7 @@ from jspec.bench.prompts import PromptSet, check_readable, encode_prompt, load_p
 from jspec.config import EngineConfig, SamplingParams
 from jspec.engine import Emission, Engine
 from jspec.models.loading import LoadedModel, load_model
-from jspec.spec_workers import ALGORITHMS, check_algorithm, for_algorithm
+from jspec.spec_workers import algorithms, check_algorithm, for_algorithm
 
 WARM_UP_TOKENS = 4
 
@@ -55,6 +55,10 @@ _OPTIONS: dict[str, Callable[[str], Any]] = {
     "topk": int,
     "num_draft_tokens": int,
     "min_draft_prob": float,
+    "ragged_verify": str,
+    "sps": str,
+    "sts": str,
+    "draft": str,
 }
 
 
@@ -65,8 +69,8 @@ def contender_config(config: EngineConfig, name: str) -> EngineConfig:
         ValueError: the algorithm or a field is unknown, or a value is no number.
     """
     algorithm, *options = name.split(":")
-    if algorithm not in ALGORITHMS:
-        raise ValueError(f"algorithms: {algorithm!r} is unknown: choose among {', '.join(ALGORITHMS)}")
+    if algorithm not in algorithms():
+        raise ValueError(f"algorithms: {algorithm!r} is unknown: choose among {', '.join(algorithms())}")
     config = for_algorithm(config, algorithm)
     given = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     for option in options:
@@ -75,7 +79,7 @@ def contender_config(config: EngineConfig, name: str) -> EngineConfig:
             given[field] = _OPTIONS[field](value)
         except (KeyError, ValueError):
             raise ValueError(
-                f"algorithms: {option!r} in {name!r} must be one of {', '.join(_OPTIONS)}, '=' and a number"
+                f"algorithms: {option!r} in {name!r} must be one of {', '.join(_OPTIONS)}, '=' and a value"
             ) from None
     return EngineConfig(**given)
 

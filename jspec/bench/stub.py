@@ -91,7 +91,6 @@ def stub_worker(*, verify_width: int = 4, accept_len: int = 3) -> SpecWorker:
         fixed_accept=None,
         verify_kind=VerifyKind.CHAIN,
         capture_layers=(),
-        host_inputs=(),
         params=(),
         init=init,
         extend_phase=extend_phase,

@@ -14,9 +14,10 @@ from jspec.engine.outputs import ERRORS, FINISH_NAMES, Emission, Emissions, Requ
 from jspec.engine.text import TextStops
 from jspec.scheduler import Left, Settled
 from jspec.spec_workers import SpecWorker
+from jspec.spec_workers.base import HostLaunch, HostOutcome
 from jspec.state.batches import ScheduleBatch
 from jspec.state.prefix_cache import page_keys
-from jspec.state.requests import FinishReason
+from jspec.state.requests import FinishReason, seqlen
 from jspec.state.results import GenerationBatchResult, Launched
 from jspec.state.scheduler_state import Limits, SchedulerState
 
@@ -121,6 +122,32 @@ class Contents:
     def append(self, launched: Launched, settled: Settled, result: GenerationBatchResult) -> None:
         """The tokens of a settled launch."""
         self._logs.append(launched, settled, result)
+
+    def host_launch(self, batch: ScheduleBatch, state: SchedulerState) -> HostLaunch:
+        """A planned batch, for the worker's host side. `state` is that of the plan."""
+        lengths = seqlen(state.requests)
+
+        def tokens_of(row: int) -> np.ndarray:
+            return self._text(row, int(lengths[row]) - len(self._by_row[row].prompt))
+
+        return HostLaunch(batch.rows, batch.epochs, tokens_of)
+
+    def host_outcome(self, launched: Launched, settled: Settled, words: np.ndarray) -> HostOutcome:
+        """A settled launch whose tokens were appended, for the worker's host side."""
+        lengths = dict(zip(launched.rows.tolist(), (settled.start + settled.num_new).tolist(), strict=True))
+        finished = settled.finish_reason != FinishReason.NONE
+        return HostOutcome(
+            launched.rows,
+            launched.epochs,
+            settled.live,
+            finished,
+            words,
+            lambda row: self._text(row, lengths[row]),
+        )
+
+    def _text(self, row: int, num_output: int) -> np.ndarray:
+        """Prompt and output of a row, `i32[n]`."""
+        return np.concatenate([self._by_row[row].prompt, self._logs.output(row, num_output)]).astype(np.int32)
 
     def keys_of_finished(
         self, state: SchedulerState, launched: Launched, settled: Settled

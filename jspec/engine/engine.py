@@ -50,7 +50,7 @@ from jspec.state.batches import ForwardMode, ScheduleBatch
 from jspec.state.invariants import check
 from jspec.state.ledger import total_pages
 from jspec.state.requests import FinishReason, Waiting
-from jspec.state.results import RowStatus
+from jspec.state.results import Launched, RowStatus
 from jspec.state.scheduler_state import Limits, SchedulerState, init_state
 from jspec.trace.format import Header
 from jspec.trace.recorder import MOST_PROMPT_CHARS, RankSettled, Recorder
@@ -77,6 +77,7 @@ class Loop:
     device: DeviceState  # of all ranks; with a leading axis of them where there are several
     unsettled: tuple[Unsettled, ...]  # the launches on record in the states, oldest first
     depths: tuple[Depth, ...]  # to draft at next, by batch size; () where the worker has one depth
+    hosts: tuple[Any, ...]  # of each rank, the state of the worker's host side; () where it has none
 
     def with_state(self, rank: int, state: SchedulerState) -> "Loop":
         """This loop with another state of one rank."""
@@ -179,7 +180,9 @@ class Engine:
         self._rules = DepthRules(slots=config.adaptive_steps)
         depths = initial_depths(self._rules, worker.depths[-1])
         device = dataclasses.replace(every_rank(target.mesh, lambda: worker.init(sizes)), masks=self._grammars)
-        self._loop = Loop((state,) * num_ranks(target.mesh), replicate(device, target.mesh), (), depths)
+        ranks = num_ranks(target.mesh)
+        hosts = () if worker.host is None else tuple(worker.host.init(sizes.num_rows) for _ in range(ranks))
+        self._loop = Loop((state,) * ranks, replicate(device, target.mesh), (), depths, hosts)
         self._buckets = make_buckets(config, self.limits, pages_per_row=pages_per_row)
         pages = max_new_pages(alloc_len=worker.alloc_len, depth=self.limits.depth, page_size=config.page_size)
         self._programs = Programs(
@@ -465,7 +468,7 @@ class Engine:
         most_rows = max(batch.rows.shape[0] for batch in batches)
         full = self.worker.depths[-1]
         depth = full if is_prefill else depth_of(loop.depths, self._rules, most_rows, full=full)
-        program, uploads = self._extend(batches) if is_prefill else self._decode(batches, depth)
+        program, uploads = self._extend(batches) if is_prefill else self._decode(loop, batches, depth)
         upload = uploads[0] if len(uploads) == 1 else np.stack(uploads)
         asked = any(
             contents.anybody_asks(state.launched[-1])
@@ -499,12 +502,13 @@ class Engine:
         if self._recorder is not None:
             self._recorder.is_ready()
         tables = tuple(map(self._by_rank, launch.logprobs))
-        states, emissions, correct, done = [], [], [], []
+        states, emissions, correct, done, hosts = [], [], [], [], []
         for rank, (contents, state) in enumerate(zip(self._contents, loop.states, strict=True)):
             launched = state.launched[0]
             num_tails = int(launched.commits.sum()) if launched.forward_mode is ForwardMode.MIXED else 0
             sizes = {"num_tails": num_tails, "tails_at": self.limits.max_prefill_rows}
-            result = unpack_outcome(outcomes[rank], launched.rows.shape[0] - num_tails, **sizes)
+            outcome, words = self._without_words(outcomes[rank], launched)
+            result = unpack_outcome(outcome, launched.rows.shape[0] - num_tails, **sizes)
             if (result.status == RowStatus.STALE_RELAY).any():
                 raise RuntimeError(
                     f"launch {launched.forward_iter} read a FutureMap row that nobody published for it: a fault of jspec"
@@ -512,6 +516,9 @@ class Engine:
             result = contents.find_stops(state, result)
             state, launched, settled = settle_oldest(state, result)
             contents.append(launched, settled, result)
+            if self.worker.host is not None:
+                seen = contents.host_outcome(launched, settled, words)
+                hosts.append(self.worker.host.observe(loop.hosts[rank], seen))
             if tables:
                 own = [table[rank] for table in tables]
                 contents.take_logprobs(launch.batches[rank], own, launched, settled, result)
@@ -531,7 +538,7 @@ class Engine:
         if depths and launch.is_decode:
             sizes = {"batch_size": max(batch.rows.shape[0] for batch in launch.batches), "depth": launch.depth}
             depths = after_settle(depths, self._rules, np.concatenate(correct), **sizes)
-        loop = Loop(tuple(states), loop.device, loop.unsettled[1:], depths)
+        loop = Loop(tuple(states), loop.device, loop.unsettled[1:], depths, tuple(hosts))
         self._check_state(loop)
         return loop, emissions[0] if len(emissions) == 1 else list(itertools.chain.from_iterable(emissions))
 
@@ -540,11 +547,25 @@ class Engine:
         found = np.asarray(array)
         return found if len(self._contents) > 1 else found[None]
 
-    def _decode(self, batches: tuple[ScheduleBatch, ...], depth: int):
+    def _without_words(self, outcome: np.ndarray, launched: Launched) -> tuple[np.ndarray, np.ndarray]:
+        """An outcome, and the words of its rows for the worker's host side."""
+        if launched.forward_mode is not ForwardMode.DECODE:
+            return outcome, outcome[:0, :0]
+        end = outcome.shape[1] - self.worker.outcome_words
+        return outcome[:, :end], outcome[: launched.rows.shape[0], end:]
+
+    def _decode(self, loop: Loop, batches: tuple[ScheduleBatch, ...], depth: int):
         bucket = fit(self._buckets.batch, max(batch.rows.shape[0] for batch in batches))
         bound = max(int(batch.kv_bound) for batch in batches)
         width = fit(self._buckets.table_width, -(-bound // self.config.page_size))
-        uploads = [pack_decode(batch, bucket=bucket) for batch in batches]
+        if (host := self.worker.host) is None:
+            uploads = [pack_decode(batch, bucket=bucket) for batch in batches]
+        else:
+            given = zip(batches, loop.states, self._contents, loop.hosts, strict=True)
+            uploads = [
+                pack_decode(batch, bucket=bucket, words=host.inputs(known, contents.host_launch(batch, state)))
+                for batch, state, contents, known in given
+            ]
         return self._programs[DecodeKey(bucket, width, depth)], uploads
 
     def _extend(self, batches: tuple[ScheduleBatch, ...]):

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jspec.engine.buckets import Buckets
 from jspec.models.parallel import RANKS, num_ranks, on_ranks
 from jspec.spec_workers.base import DeviceState, PhaseOutput, SpecWorker
-from jspec.spec_workers.upload import DECODE_COLUMNS, ExtendSizes, unpack_decode, unpack_extend
+from jspec.spec_workers.upload import DECODE_COLUMNS, OUTCOME_COLUMNS, ExtendSizes, unpack_decode, unpack_extend
 
 
 class DecodeKey(NamedTuple):
@@ -112,9 +112,44 @@ def jitted(
         yield jax.jit(commit, donate_argnums=1, out_shardings=where), (params, device, handoff)
 
 
-def _build(*launch) -> Program:
-    phase, *commit = (function.lower(*arguments).compile() for function, arguments in jitted(*launch))
+def _build(outcome_shape: tuple[int, ...], *launch) -> Program:
+    compiled: list[Any] = []
+    for function, arguments in jitted(*launch):
+        lowered = function.lower(*arguments)
+        given, found = arguments[1], lowered.out_info
+        if not compiled:
+            _check_outcome(found, outcome_shape)
+            found = found.device
+        _check_device("commit" if compiled else "verify or extend", found, given)
+        compiled.append(lowered.compile())
+    phase, *commit = compiled
     return Program(phase, *commit or [None])
+
+
+def _check_outcome(found: Any, shape: tuple[int, ...]) -> None:
+    """Raises ValueError where a worker's first program does not answer as the engine will read it."""
+    if not isinstance(found, PhaseOutput):
+        raise ValueError(f"the worker's phase returns a {type(found).__name__}: it must return a PhaseOutput")
+    outcome = found.outcome
+    if outcome.shape[-2:] != shape or outcome.dtype != jnp.int32:
+        raise ValueError(
+            f"the worker's outcome is {outcome.dtype}{list(outcome.shape)}: output_stride and the host side's outcome_words make it int32{list(shape)}; "
+            "use pack_outcome"
+        )
+
+
+def _check_device(phase: str, found: Any, given: Any) -> None:
+    """Raises ValueError where a worker's program returns another device state than it was given: what crosses an iteration has one shape for good."""
+    ours, theirs = (dict(jax.tree_util.tree_leaves_with_path(tree)) for tree in (given, found))
+    for path in [*ours, *(path for path in theirs if path not in ours)]:
+        before, after = (
+            f"{tree[path].dtype}{list(tree[path].shape)}" if path in tree else "nothing" for tree in (ours, theirs)
+        )
+        if before != after:
+            raise ValueError(
+                f"the worker's {phase} phase makes device{jax.tree_util.keystr(path)} {after}, which is {before}: "
+                "it must return the device state in the shapes that `init` gave it"
+            )
 
 
 class Programs:
@@ -140,18 +175,23 @@ class Programs:
         progress=None,
     ):
         params, shapes = _shapes(worker.params), _shapes(device)
+        unpack: Callable[..., Any] = functools.partial(unpack_decode, words=worker.input_words)
         jobs: dict[DecodeKey | ExtendSizes, Callable[[], Program]] = {}
         for key in itertools.starmap(DecodeKey, itertools.product(buckets.batch, buckets.table_width, worker.depths)):
-            upload = jax.ShapeDtypeStruct((key.batch, DECODE_COLUMNS + max_new_pages), jnp.int32)
+            upload = jax.ShapeDtypeStruct(
+                (key.batch, DECODE_COLUMNS + max_new_pages + sum(worker.input_words)), jnp.int32
+            )
             verify = functools.partial(worker.verify_phase, depth=key.depth)
+            outcome = (key.batch, OUTCOME_COLUMNS + worker.output_stride + worker.outcome_words)
             jobs[key] = functools.partial(
-                _build, unpack_decode, verify, worker.commit_phase, key.table_width, params, shapes, upload, mesh
+                _build, outcome, unpack, verify, worker.commit_phase, key.table_width, params, shapes, upload, mesh
             )
         for sizes in buckets.prefill:
             unpack = functools.partial(unpack_extend, sizes=sizes)
             upload = jax.ShapeDtypeStruct((sizes.upload_len,), jnp.int32)
             functions = (unpack, worker.extend_phase, worker.extend_commit, sizes.table_width)
-            jobs[sizes] = functools.partial(_build, *functions, params, shapes, upload, mesh)
+            outcome = (sizes.num_rows + sizes.num_tails, OUTCOME_COLUMNS + 1)
+            jobs[sizes] = functools.partial(_build, outcome, *functions, params, shapes, upload, mesh)
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             futures = {pool.submit(job): key for key, job in jobs.items()}
             done: Iterable = as_completed(futures)

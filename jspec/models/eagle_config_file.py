@@ -142,7 +142,7 @@ def config_to_json(config: EagleConfig, *, torch_dtype: str) -> dict[str, Any]:
         "max_position_embeddings": config.context_len,
         "rms_norm_eps": config.rms_norm_eps,
         "rope_theta": config.rope_theta,
-        "rope_scaling": _rope_to_json(config.rope_scaling),
+        "rope_scaling": rope_to_json(config.rope_scaling),
         "tie_word_embeddings": False,
         "torch_dtype": torch_dtype,
     }
@@ -156,7 +156,7 @@ def config_to_json(config: EagleConfig, *, torch_dtype: str) -> dict[str, Any]:
     return raw
 
 
-def _rope_to_json(scaling: RopeScaling | None) -> dict[str, Any] | None:
+def rope_to_json(scaling: RopeScaling | None) -> dict[str, Any] | None:
     if scaling is None:
         return None
     fields = dataclasses.asdict(scaling)

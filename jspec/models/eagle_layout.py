@@ -1,6 +1,6 @@
 """How a checkpoint names the tensors of a draft, and how they make up the fused tree of `EagleDraft`."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec.models.eagle_draft import EagleConfig
+from jspec.models.tensor_files import D2T, T2D, check_names
 
-D2T, T2D, BIAS = "d2t", "t2d", "fc.bias"
+BIAS = "fc.bias"
 IGNORED = ("embed_tokens.weight",)
 """Tensors that some exports carry although a draft shares them with its target."""
 
@@ -62,41 +63,44 @@ def _layer(c: EagleConfig, prefix: str, module: int, norms: tuple[str, ...]) -> 
 def check_tensors(source: str, found: Mapping[str, tuple[int, ...]], config: EagleConfig) -> None:
     """Raise ValueError unless `found` (name to shape) holds the tensors of `config` and nothing that it does not know; reads no data."""
     known: dict[str, tuple[int, ...]] = {D2T: (config.draft_vocab_size,), T2D: (config.vocab_size,)}
-    optional = {D2T, T2D, BIAS}
-    if config.draft_vocab_size < config.vocab_size:
-        optional.remove(D2T)
     for leaf in leaves(config):
         known |= dict(leaf.tensors)
-    for name, shape in known.items():
-        if name not in found:
-            if name in optional:
-                continue
-            why = f": draft_vocab_size={config.draft_vocab_size} is less than vocab_size={config.vocab_size}, so a draft id must be mapped"
-            raise ValueError(
-                f"{source} has no tensor {name!r}, which its config asks for{why if name == D2T else ''}: "
-                "complete the download, or correct config.json"
-            )
-        if tuple(found[name]) != shape:
-            raise ValueError(
-                f"{source}: tensor {name!r} has shape {tuple(found[name])}, its config says {shape}: "
-                "config and weights are of different drafts; download both again"
-            )
-    for name in sorted(set(found) - set(known) - set(IGNORED)):
-        raise ValueError(
-            f"{source} holds tensor {name!r}, which a draft of kind {config.kind!r} does not use: "
-            "it must hold exactly the tensors of its kind; use a draft of an architecture that is implemented"
-        )
+    check_vocabulary_and_names(source, found, known, config, optional=(BIAS,))
+
+
+def check_vocabulary_and_names(
+    source: str,
+    found: Mapping[str, tuple[int, ...]],
+    known: Mapping[str, tuple[int, ...]],
+    config: Any,
+    *,
+    optional: tuple[str, ...] = (),
+) -> None:
+    """`check_names`, for a draft whose vocabulary may be its own: then `d2t` must be there."""
+    maps = (T2D,) if config.draft_vocab_size < config.vocab_size else (T2D, D2T)
+    why = f": draft_vocab_size={config.draft_vocab_size} is less than vocab_size={config.vocab_size}, so a draft id must be mapped"
+    check_names(source, found, known, kind=config.kind, optional=(*maps, *optional), ignored=IGNORED, why={D2T: why})
 
 
 def fuse(config: EagleConfig, read: Callable[[str], np.ndarray | None], dtype: Any) -> dict[str, Any]:
-    """The linen tree of `EagleDraft(config, dtype)`; matrices in `dtype`, vectors in f32. `read` gives None for an absent optional tensor, taken as zeros."""
+    """`fuse_leaves` of an EAGLE draft."""
+    return fuse_leaves(leaves(config), read, dtype)
+
+
+def split(config: EagleConfig, tree: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """`split_leaves` of an EAGLE draft."""
+    return split_leaves(leaves(config), tree)
+
+
+def fuse_leaves(leaves: Iterable[Leaf], read: Callable[[str], np.ndarray | None], dtype: Any) -> dict[str, Any]:
+    """The linen tree that `leaves` make up; matrices in `dtype`, vectors in f32. `read` gives None for an absent optional tensor, taken as zeros."""
 
     def part(name: str, shape: tuple[int, ...]) -> np.ndarray:
         found = read(name)
         return np.zeros(shape, np.float32) if found is None else found
 
     tree: dict[str, Any] = {}
-    for leaf in leaves(config):
+    for leaf in leaves:
         parts = [part(name, shape) for name, shape in leaf.tensors]
         joined = np.stack(parts) if leaf.stacked else np.concatenate(parts)
         matrix = parts[0].ndim == 2
@@ -108,10 +112,10 @@ def fuse(config: EagleConfig, read: Callable[[str], np.ndarray | None], dtype: A
     return tree
 
 
-def split(config: EagleConfig, tree: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """The inverse of `fuse`: name -> f32 tensor."""
+def split_leaves(leaves: Iterable[Leaf], tree: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """The inverse of `fuse_leaves`: name -> f32 tensor."""
     tensors: dict[str, np.ndarray] = {}
-    for leaf in leaves(config):
+    for leaf in leaves:
         node: Any = tree
         for key in leaf.path:
             node = node[key]

@@ -103,6 +103,42 @@ class CommitFn(Protocol):
         """
 
 
+class HostLaunch(NamedTuple):
+    """A DECODE launch that is being planned, as the host side of a worker sees it."""
+
+    rows: Any  # i32[B]
+    epochs: Any  # i32[B]  of the rows: another epoch is another request
+    tokens_of: Callable[[int], Any]  # row -> i32[n], prompt and settled output
+
+
+class HostOutcome(NamedTuple):
+    """A launch that was settled."""
+
+    rows: Any  # i32[B]
+    epochs: Any  # i32[B]  when it was planned
+    live: Any  # bool[B]  the row still belongs to the request that it was launched for
+    finished: Any  # bool[B]  and that request ends here
+    words: Any  # i32[B, outcome_words]; of no rows after a prefill
+    tokens_of: Callable[[int], Any]  # of live rows, this launch's tokens included
+
+
+class HostSide(NamedTuple):
+    """What a worker computes on the host for each DECODE launch, from what was settled by then.
+
+    Its words ride in the one upload and the one outcome of a launch. The engine folds `state`, a value, through both functions. Under overlap the newest launch is
+    not settled when the next one is planned, so what `inputs` sees is older by a launch; of a row of another epoch it knows nothing.
+    """
+
+    row_words: int  # i32 words of each row that a launch is given, `DecodeInputs.row_words`
+    batch_words: int  # and of the launch as a whole, `DecodeInputs.batch_words`
+    outcome_words: int  # i32 words of each row that a verify gives back, see `pack_outcome`
+    init: Callable[[int], Any]  # `init(num_rows) -> state`
+    inputs: Callable[
+        [Any, HostLaunch], tuple[Any, Any]
+    ]  # `inputs(state, launch) -> (i32[B, row_words], i32[batch_words])`
+    observe: Callable[[Any, HostOutcome], Any]  # `observe(state, outcome) -> state`
+
+
 class InitFn(Protocol):
     def __call__(self, sizes: DeviceSizes) -> DeviceState:
         """An idle device: pools zeroed, relay empty, the carry's type fixed."""
@@ -119,7 +155,6 @@ class SpecWorker(NamedTuple):
     fixed_accept: int | None  # tokens a step emits, where that is known before it runs
     verify_kind: VerifyKind
     capture_layers: tuple[int, ...]  # target layers whose hidden states the worker needs
-    host_inputs: tuple[str, ...]  # per-step inputs the host must supply, beyond the batch
     params: Any  # weights of target and draft: an argument of every program
     init: InitFn
     extend_phase: ExtendFn
@@ -135,6 +170,17 @@ class SpecWorker(NamedTuple):
         True  # the draft's KV of emitted tokens is what a prefill of them would have written, so that others may use it
     )
     lossy: bool = False  # rows that sample do not have the target's distribution
+    host: HostSide | None = None  # None: a launch needs nothing of the host but the batch
+
+    @property
+    def input_words(self) -> tuple[int, int]:
+        """Words of each row, and of the launch as a whole, that the host side gives a DECODE launch."""
+        return (0, 0) if self.host is None else (self.host.row_words, self.host.batch_words)
+
+    @property
+    def outcome_words(self) -> int:
+        """Words of each row that a verify gives the host side."""
+        return 0 if self.host is None else self.host.outcome_words
 
 
 def init_device(sizes: DeviceSizes, *, kv_pages: Any, carry: Any, **parts: Any) -> DeviceState:

@@ -160,7 +160,6 @@ def chain(
         fixed_accept=1 if verify_width == 1 else None,
         verify_kind=VerifyKind.CHAIN,
         capture_layers=(),
-        host_inputs=(),
         params=target.params,
         init=init,
         extend_phase=extend_phase,

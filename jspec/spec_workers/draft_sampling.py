@@ -26,7 +26,7 @@ def best_tokens(logits, topk: int, *, scored: bool = True):
     return jnp.nan_to_num(probs), ids.astype(jnp.int32)
 
 
-def draw_tokens(sampling: SamplingState, rows, logits, positions):
+def draw_tokens(sampling: SamplingState, rows, logits, positions, salts=None):
     """One draft token a row from the distribution that the row's own parameters make of the draft's logits; the best token in greedy rows.
 
     Args:
@@ -34,6 +34,7 @@ def draw_tokens(sampling: SamplingState, rows, logits, positions):
         rows: i32[B].
         logits: f32[B, Vd].
         positions: i32[B], absolute position the token will take.
+        salts: i32[B] or None, what the draws depend on beside seed and position, for workers in which something else depends on the draws.
 
     Returns: `ids: i32[B]` and `probs: f32[B, Vd]`, the very distribution that each was drawn from.
     """
@@ -41,14 +42,16 @@ def draw_tokens(sampling: SamplingState, rows, logits, positions):
     best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
     def draw(item):
-        row, logits, position, best = item
+        row, logits, position, best, salt = item
         greedy = sampling.temperature[row] <= 0
         probs = lax.cond(
             greedy,
             lambda: jax.nn.one_hot(best, logits.shape[0], dtype=jnp.float32),
             lambda: filtered_probs(sampling, row, logits),
         )
-        noise = jax.random.gumbel(position_key(sampling.seed[row], position, DRAFT_TOKEN), logits.shape, jnp.float32)
+        key = position_key(sampling.seed[row], position, DRAFT_TOKEN)
+        key = key if salt is None else jax.random.fold_in(key, salt)
+        noise = jax.random.gumbel(key, logits.shape, jnp.float32)
         return jnp.where(greedy, best, jnp.argmax(jnp.log(probs) + noise).astype(jnp.int32)), probs
 
-    return lax.map(draw, (rows, logits, positions, best))
+    return lax.map(draw, (rows, logits, positions, best, salts))

@@ -1,6 +1,7 @@
 """EAGLE: a small draft model that reads the target's features, and drafts a chain or a tree."""
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -174,7 +175,7 @@ def eagle(
         else:
             candidates, distributions, draft_kv_pages = draft_chain(params, begun, inputs.rows, depth)
             if rejection_sampling and depth:
-                probs = widen(draft, params["draft"], jnp.stack(distributions, axis=1))
+                probs = functools.partial(widen, draft, params["draft"], jnp.stack(distributions, axis=1))
         begun = begun._replace(device=dataclasses.replace(begun.device, draft_kv_pages=draft_kv_pages))
         return verify_chain(
             target,
@@ -266,7 +267,6 @@ def eagle(
         fixed_accept=None,
         verify_kind=VerifyKind.CHAIN if topk == 1 else VerifyKind.TREE,
         capture_layers=layers,
-        host_inputs=(),
         params={"target": target.params, "draft": draft.params},
         init=init,
         extend_phase=extend_phase,

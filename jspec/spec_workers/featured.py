@@ -1,18 +1,20 @@
 """What the workers with a draft model share: the target's forwards, which hand its features to a second program, and how a run is published."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jspec.future_map import publish, resolve
+from jspec.models.block_draft import BlockDraftModel
 from jspec.models.draft import DraftModel
 from jspec.models.target import TargetModel
 from jspec.spec_workers.accept import accept_chain, accept_rejection, prefer_drafts
 from jspec.spec_workers.adjust import adjust_logits, chain_path
 from jspec.spec_workers.base import DeviceState, PhaseOutput
-from jspec.spec_workers.forward import Prefill, begin_extend, verify_batch, write_tokens
+from jspec.spec_workers.forward import Prefill, begin_extend, packed_batch, verify_batch, write_tokens
 from jspec.spec_workers.logprobs import token_logprobs
 from jspec.spec_workers.prompt import sample_prompts
 from jspec.spec_workers.run_if import run_if
@@ -51,7 +53,7 @@ class Start(NamedTuple):
     num_drafts: Any  # i32[B]  drafts that count; 0 where the draft's context is at its end: the row decodes on
 
 
-def check_pair(target: TargetModel, draft: DraftModel) -> None:
+def check_pair(target: TargetModel, draft: DraftModel | BlockDraftModel) -> None:
     """Raises ValueError where `draft` was not made for such a target."""
     for field in ("hidden_size", "vocab_size"):
         ours, theirs = getattr(draft.facts, field), getattr(target.facts, field)
@@ -100,6 +102,9 @@ def verify_chain(
     output_stride: int,
     lossy_threshold: float = 1.0,
     widths: tuple[int, ...] | None = None,
+    verify_lens=None,
+    token_buckets: tuple[int, ...] = (),
+    words=None,
 ) -> PhaseOutput:
     """Verify, accept, PUBLISH.
 
@@ -109,15 +114,33 @@ def verify_chain(
         begun: from `start`.
         inputs: the step's.
         candidates: i32[B, W], the pending token and the drafts.
-        draft_probs: f32[B, W - 1, V], the distributions that drafts of sampling rows were drawn from: they are accepted by `accept_rejection`. None where
-            drafts are the draft's best tokens.
+        draft_probs: makes f32[B, W - 1, V], the distributions that drafts of sampling rows were drawn from: they are accepted by `accept_rejection`. None
+            where drafts are the draft's best tokens. Called where a row samples, and there only.
         layers: the target's captured layers.
         output_stride: token columns of the outcome.
         lossy_threshold: below 1, as of `prefer_drafts`.
         widths: widths the target may be run at, ascending, ending with `W`; each step takes the narrowest that holds its longest chain, on the device.
+        verify_lens: i32[B] or None, tokens of each row that are verified, the pending one included: no more is accepted.
+        token_buckets: with `verify_lens`, numbers of packed tokens that the target may be run at instead, ascending, the last one enough for `W` of every
+            row; each step takes the smallest that holds its tokens.
+        words: i32[B, X] or None, for the worker's host side.
     """
     rows, (batch_size, width) = inputs.rows, candidates.shape
     device, page_table, seq_lens, _, _, num_drafts = begun
+    if verify_lens is not None:
+        verify_lens = jnp.where(rows > 0, verify_lens, 0)
+        num_drafts = jnp.minimum(num_drafts, jnp.maximum(verify_lens - 1, 0))
+
+    def forward_packed(num_tokens: int, kv_pages):
+        """As `forward`, over packed tokens."""
+        chains = (rows, seq_lens, candidates, verify_lens, page_table)
+        batch = packed_batch(*chains, page_size=device.page_size, num_tokens=num_tokens)
+        out = target.forward(params, batch, kv_pages, capture_layers=layers)
+        found = (out.captured, out.hidden, target.logits(params, out.hidden))
+        spread = (
+            jnp.zeros((batch_size * width, *x.shape[1:]), x.dtype).at[batch.packed].set(x, mode="drop") for x in found
+        )
+        return out.kv_pages, *(x.reshape(batch_size, width, *x.shape[1:]) for x in spread)
 
     def forward(width: int, kv_pages):
         """Pool, captured and final hidden states, logits; of `width` tokens a row, padded to `W`."""
@@ -128,16 +151,17 @@ def verify_chain(
         missing = candidates.shape[1] - width
         return out.kv_pages, *(jnp.pad(x, ((0, 0), (0, missing), *[(0, 0)] * (x.ndim - 2))) for x in padded)
 
-    widths = widths or (width,)
-    if len(widths) == 1:
-        kv_pages, captured, hidden, logits = forward(width, device.kv_pages)
+    sizes = token_buckets or widths or (width,)
+    run: Callable[[int, Any], Any] = forward_packed if token_buckets else forward
+    if len(sizes) == 1:
+        kv_pages, captured, hidden, logits = run(sizes[0], device.kv_pages)
     else:
-        longest = target.agreed(1 + jnp.max(num_drafts))
-        chosen = jnp.sum(longest > jnp.asarray(widths, jnp.int32), dtype=jnp.int32)
-        shapes = jax.eval_shape(lambda: forward(width, device.kv_pages))[1:]
+        needed = target.agreed(jnp.sum(verify_lens) if token_buckets else 1 + jnp.max(num_drafts))
+        chosen = jnp.sum(needed > jnp.asarray(sizes, jnp.int32), dtype=jnp.int32)
+        shapes = jax.eval_shape(lambda: run(sizes[-1], device.kv_pages))[1:]
         carried = (device.kv_pages, *(jnp.zeros(x.shape, x.dtype) for x in shapes))
-        for i, narrow in enumerate(widths):
-            carried = run_if(chosen == i, lambda carried, narrow=narrow: forward(narrow, carried[0]), carried)
+        for i, size in enumerate(sizes):
+            carried = run_if(chosen == i, lambda carried, size=size: run(size, carried[0]), carried)
         kv_pages, captured, hidden, logits = carried
     place = jnp.arange(width, dtype=jnp.int32)
     positions = seq_lens[:, None] + 1 + place
@@ -157,14 +181,14 @@ def verify_chain(
             jnp.any(by_rejection),
             lambda: _select(
                 by_rejection,
-                accept_rejection(device.sampling, rows, candidates, logits, draft_probs, num_drafts, positions),
+                accept_rejection(device.sampling, rows, candidates, logits, draft_probs(), num_drafts, positions),
                 (tokens, accept_lens),
             ),
             lambda: (tokens, accept_lens),
         )
     begun = begun._replace(device=dataclasses.replace(device, kv_pages=kv_pages))
     handoff = Handoff(seq_lens, tokens, accept_lens, captured, hidden)
-    return publish_run(target, params, begun, inputs, handoff, finite, output_stride=output_stride)
+    return publish_run(target, params, begun, inputs, handoff, finite, output_stride=output_stride, words=words)
 
 
 def _select(chosen, ours, others):
@@ -173,9 +197,18 @@ def _select(chosen, ours, others):
 
 
 def publish_run(
-    target: TargetModel, params, begun: Start, inputs: DecodeInputs, handoff: Handoff, finite, *, output_stride: int
+    target: TargetModel,
+    params,
+    begun: Start,
+    inputs: DecodeInputs,
+    handoff: Handoff,
+    finite,
+    *,
+    output_stride: int,
+    words=None,
 ) -> PhaseOutput:
-    """PUBLISHES the frontier after an accepted run, and packs the outcome. `finite: bool[B, O]`: of the logits along the run; `params`: the target's."""
+    """PUBLISHES the frontier after an accepted run, and packs the outcome. `finite: bool[B, O]`: of the logits along the run; `params`: the target's;
+    `words: i32[B, X]`: for the worker's host side."""
     tokens, accept_lens = handoff.tokens, handoff.accept_lens
     new_seq_lens = begun.seq_lens + accept_lens
     device = write_tokens(begun.device, inputs.rows, begun.seq_lens + 1, tokens, accept_lens)
@@ -184,7 +217,7 @@ def publish_run(
     status = jnp.where(begun.fresh, jnp.where(finite, RowStatus.OK, RowStatus.NOT_FINITE), RowStatus.STALE_RELAY)
     status = jnp.where(inputs.rows > 0, status, RowStatus.OK)
     columns = jnp.pad(tokens, ((0, 0), (0, output_stride - tokens.shape[1])))
-    outcome = pack_outcome(columns, accept_lens, new_seq_lens, status)
+    outcome = pack_outcome(columns, accept_lens, new_seq_lens, status, words)
     asked = jnp.any(device.sampling.num_logprobs[inputs.rows] >= 0)
     hidden = handoff.hidden.reshape(tokens.size, -1)
     logprobs = token_logprobs(target, params, asked, hidden, tokens.reshape(-1)).reshape(*tokens.shape, -1)
@@ -199,7 +232,7 @@ def check_acceptance(*, rejection_sampling: bool, lossy_threshold: float) -> Non
         )
 
 
-def widen(draft: DraftModel, params, probs):
+def widen(draft: DraftModel | BlockDraftModel, params, probs):
     """f32[..., V]: distributions over the draft's vocabulary as ones over the target's; 0 at tokens that the draft cannot propose."""
     ids = draft.token_ids(params, jnp.arange(probs.shape[-1], dtype=jnp.int32))
     return jnp.zeros((*probs.shape[:-1], draft.facts.vocab_size), probs.dtype).at[..., ids].set(probs)

@@ -50,6 +50,34 @@ def verify_batch(
     )
 
 
+def packed_batch(rows, seq_lens, tokens, lens, page_table, *, page_size: int, num_tokens: int) -> ForwardBatch:
+    """The first `lens` tokens of each row's chain of `W`, packed.
+
+    Args:
+        rows, seq_lens, tokens, page_table, page_size: as of `verify_batch`.
+        lens: i32[B], 1 to `W`; 0 for padding rows.
+        num_tokens: static, `T`, at least the sum of `lens`.
+    """
+    width = tokens.shape[1]
+    ends = jnp.cumsum(lens)
+    t = jnp.arange(num_tokens, dtype=jnp.int32)
+    index = jnp.searchsorted(ends, t, side="right").astype(jnp.int32)
+    packed = jnp.where(index < rows.shape[0], index * width + t - (ends - lens)[index], tokens.size)
+    whole = verify_batch(rows, seq_lens, tokens, page_table, page_size=page_size)
+    parts = (whole.input_ids, whole.positions, whole.slots)
+    input_ids, positions, slots = (x.at[packed].get(mode="fill", fill_value=0) for x in parts)
+    return dataclasses.replace(
+        whole,
+        input_ids=input_ids,
+        positions=positions,
+        slots=slots,
+        extend_lens=lens,
+        packed=packed,
+        query_len=width,
+        forward_mode=ForwardMode.TARGET_VERIFY,
+    )
+
+
 def row_slots(rows, positions, page_table, *, page_size: int):
     """`i32[B, W]` KV slots of `positions: i32[B, W]`; 0 (the sink) in padding rows."""
     b, width = positions.shape

@@ -1,6 +1,7 @@
 """Multi-layer EAGLE: one small module for each position ahead, all of which draft right after the verify."""
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -130,7 +131,9 @@ def multi_layer_eagle(
     def verify_phase(params, device: DeviceState, inputs: DecodeInputs, *, table_width: int, depth: int) -> PhaseOutput:
         begun = start(device, inputs, table_width=table_width, depth=depth, context_len=draft.facts.context_len)
         candidates = jnp.concatenate([begun.carry.bonus[:, None], begun.carry.drafts], axis=1)
-        probs = widen(draft, params["draft"], begun.carry.draft_probs) if rejection_sampling else None
+        probs = (
+            functools.partial(widen, draft, params["draft"], begun.carry.draft_probs) if rejection_sampling else None
+        )
         return verify_chain(
             target,
             params["target"],
@@ -164,7 +167,6 @@ def multi_layer_eagle(
         fixed_accept=None,
         verify_kind=VerifyKind.CHAIN,
         capture_layers=draft.facts.capture_layers,
-        host_inputs=(),
         params={"target": target.params, "draft": draft.params},
         init=init,
         extend_phase=extend_phase,

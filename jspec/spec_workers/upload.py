@@ -31,6 +31,8 @@ class DecodeInputs(NamedTuple):
     forward_iter: Any  # i32[]   this launch
     first_page: Any  # i32[B]
     new_pages: Any  # i32[B, K]  -1 padded
+    row_words: Any = ()  # i32[B, C] and i32[D], of a worker with a host side, see `HostSide`
+    batch_words: Any = ()
 
 
 class ExtendInputs(NamedTuple):
@@ -64,23 +66,42 @@ class ExtendSizes(NamedTuple):
         return self.num_tokens + prompts + self.num_tails * (DECODE_COLUMNS + self.max_new_pages)
 
 
-def pack_decode(batch: ScheduleBatch, *, bucket: int) -> np.ndarray:
-    """`i32[bucket, 4 + K]`: the whole upload of a DECODE launch. Its size knows nothing of context length."""
-    b = batch.rows.shape[0]
-    upload = np.zeros((bucket, DECODE_COLUMNS + batch.new_pages.shape[1]), np.int32)
+def pack_decode(batch: ScheduleBatch, *, bucket: int, words: tuple[Any, Any] | None = None) -> np.ndarray:
+    """`i32[bucket, 4 + K]`: the whole upload of a DECODE launch. Its size knows nothing of context length.
+
+    Args:
+        words: of a worker with a host side, i32[b, C] and i32[D]: they lie behind the pages, the latter in each row.
+    """
+    b, end = batch.rows.shape[0], DECODE_COLUMNS + batch.new_pages.shape[1]
+    of_rows, of_batch = (np.zeros((b, 0)), np.zeros(0)) if words is None else words
+    behind = end + of_rows.shape[1]
+    upload = np.zeros((bucket, behind + len(of_batch)), np.int32)
+    upload[:b, end:behind] = of_rows
+    upload[:, behind:] = of_batch
     upload[:, 2] = batch.forward_iter
-    upload[:, DECODE_COLUMNS:] = -1
+    upload[:, DECODE_COLUMNS:end] = -1
     upload[:b, 0] = batch.rows
     upload[:b, 1] = batch.expected_iter
     upload[:b, 3] = batch.first_page
-    upload[:b, DECODE_COLUMNS:] = batch.new_pages
+    upload[:b, DECODE_COLUMNS:end] = batch.new_pages
     return upload
 
 
-def unpack_decode(upload, forward_iter=None) -> DecodeInputs:
-    """The inverse of `pack_decode`, on the device. Tails are told their launch: there may be none to read it from."""
+def unpack_decode(upload, forward_iter=None, *, words: tuple[int, int] = (0, 0)) -> DecodeInputs:
+    """The inverse of `pack_decode`, on the device. Tails are told their launch: there may be none to read it from. `words`: static, words of a row and of
+    the launch."""
     forward_iter = upload[0, 2] if forward_iter is None else forward_iter
-    return DecodeInputs(upload[:, 0], upload[:, 1], forward_iter, upload[:, 3], upload[:, DECODE_COLUMNS:])
+    in_rows = upload.shape[1] - sum(words)
+    in_batch = in_rows + words[0]
+    return DecodeInputs(
+        rows=upload[:, 0],
+        expected_iter=upload[:, 1],
+        forward_iter=forward_iter,
+        first_page=upload[:, 3],
+        new_pages=upload[:, DECODE_COLUMNS:in_rows],
+        row_words=upload[:, in_rows:in_batch],
+        batch_words=upload[:1, in_batch:].reshape(-1),
+    )
 
 
 def pack_extend(
@@ -156,9 +177,10 @@ def apply_extend(device: "DeviceState", inputs: ExtendInputs) -> "DeviceState":
     return apply_decode(dataclasses.replace(device, page_table=table, sampling_rows=sampling), inputs.tails)
 
 
-def pack_outcome(tokens, accept_lens, new_seq_lens, status):
-    """`i32[B, 3 + O]`: the whole download of a launch."""
-    return jnp.concatenate([jnp.stack([accept_lens, new_seq_lens, status], axis=1), tokens], axis=1).astype(jnp.int32)
+def pack_outcome(tokens, accept_lens, new_seq_lens, status, words=None):
+    """`i32[B, 3 + O]`: the whole download of a launch; behind it the words of a worker's host side, `i32[B, X]`."""
+    head = jnp.stack([accept_lens, new_seq_lens, status], axis=1)
+    return jnp.concatenate([head, tokens, *([] if words is None else [words])], axis=1).astype(jnp.int32)
 
 
 def unpack_outcome(

@@ -43,10 +43,11 @@ class ForwardBatch:
     prefix_lens: Any  # i32[B]     KV-ready positions before this forward
     extend_lens: Any  # i32[B]     tokens of each row in this forward; 0 for padding rows
     page_table: Any  # i32[B, P]  pages of each row, in position order
+    packed: Any = None  # i32[T] or None  of a verify of rows of different lengths: place of each token among the B * W; B * W is padding
     ancestors: Any = None  # u32[B, W] or None  tree verify: bit j of node i is set where node j is on i's path; None is a causal chain
     forward_mode: ForwardMode = dataclasses.field(metadata={"static": True})
     query_len: int | None = dataclasses.field(metadata={"static": True})
-    """`W` when every row owns exactly `W` packed slots (`T == B * W`), as in decode and verify; None when rows are ragged."""
+    """`W` when every row owns `W` places, as in decode and verify: `T == B * W`, or fewer with `packed`. None when rows are ragged otherwise."""
     num_tails: int = dataclasses.field(default=0, metadata={"static": True})
     """Of a ragged batch: the last so many rows own one packed slot each, the last ones, whatever the other rows fill."""
     query_start: int = dataclasses.field(default=0, metadata={"static": True})

@@ -139,9 +139,10 @@ def programs(job: StepJob, worker: SpecWorker, mesh: Mesh) -> Iterator[tuple[str
     params = _placed(worker.params, mesh)
 
     width = max_new_pages(alloc_len=worker.alloc_len, depth=1, page_size=job.page_size)
-    upload = jax.ShapeDtypeStruct((job.batch, DECODE_COLUMNS + width), jnp.int32)
+    upload = jax.ShapeDtypeStruct((job.batch, DECODE_COLUMNS + width + sum(worker.input_words)), jnp.int32)
     verify = functools.partial(worker.verify_phase, depth=worker.depths[-1])
-    yield from _named("verify", unpack_decode, verify, worker.commit_phase, pages_per_row, params, device, upload, mesh)
+    unpack: Callable[..., Any] = functools.partial(unpack_decode, words=worker.input_words)
+    yield from _named("verify", unpack, verify, worker.commit_phase, pages_per_row, params, device, upload, mesh)
 
     if VERIFIES.get(job.worker, 1) > 1:
         return  # its prefill is that of "plain"

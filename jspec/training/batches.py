@@ -66,14 +66,15 @@ class Batches:
             yield self._fill(groups[i * len(groups) // count])
 
     def _fill(self, windows: Sequence[_Window]) -> Batch:
-        num, hidden = self.sequences.features[0].shape[1:]
+        columns = [*self.sequences.columns, -1]
+        hidden = self.sequences.features[0].shape[-1]
         tokens = np.zeros((self.batch_size, self.seq_len + 1), np.int32)
-        rows = np.zeros((self.batch_size, self.seq_len, num, hidden), np.float16)
+        rows = np.zeros((self.batch_size, self.seq_len, len(columns), hidden), np.float16)
         weight = np.zeros((self.batch_size, self.seq_len), np.float32)
         for i, window in enumerate(windows):
             stop = window.start + window.length
             tokens[i, : window.length + 1] = self.sequences.tokens[window.number][window.start : stop + 1]
-            rows[i, : window.length] = self.sequences.features[window.number][window.start : stop]
+            rows[i, : window.length] = self.sequences.features[window.number][window.start : stop, columns]
             weight[i, _first_row(self, window.number, window.start) : window.length] = 1
         return Batch(tokens, rows[:, :, :-1], rows[:, :, -1], weight)
 

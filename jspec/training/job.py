@@ -6,15 +6,20 @@ from collections.abc import Callable, Iterable
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
+import jax
+
 from jspec.bench.prompts import PROMPT_SETS, check_readable, load_prompt_sets
-from jspec.models.draft import DraftModel
+from jspec.models.block_draft import KINDS as BLOCK_KINDS
+from jspec.models.block_draft import BlockDraftConfig, init_block_params
+from jspec.models.draft_files import AnyDraft, load_draft, save_draft
 from jspec.models.eagle_config_file import default_capture_layers
+from jspec.models.eagle_draft import KINDS as EAGLE_KINDS
 from jspec.models.eagle_draft import EagleConfig
-from jspec.models.eagle_files import RECORD, STORAGE, load_draft, save_draft
 from jspec.models.json_files import read_json
 from jspec.models.llama import LlamaConfig
 from jspec.models.loading import LoadedModel
 from jspec.models.target import TargetModel
+from jspec.models.tensor_files import RECORD, check_storage
 from jspec.training.batches import split_held_out
 from jspec.training.features import write_features
 from jspec.training.options import TrainOptions
@@ -23,6 +28,20 @@ from jspec.training.shards import Sequences, open_shards
 from jspec.training.text import TextOptions, TextSequence, read_answers, text_chunks, write_answers
 from jspec.training.train import train
 from jspec.training.vocabulary import choose_vocabulary
+
+KINDS = (*EAGLE_KINDS, *BLOCK_KINDS)
+"""Kinds of draft that can be trained."""
+ONLY_FOR = {
+    "capture_layers": ("eagle3", *BLOCK_KINDS),
+    "num_modules": ("multi-layer",),
+    "chained": ("multi-layer",),
+    "num_layers": BLOCK_KINDS,
+    "block_size": BLOCK_KINDS,
+    "mask_token_id": BLOCK_KINDS,
+    "markov_rank": ("dspark",),
+    "markov_head": ("dspark",),
+}
+"""Fields of `TrainJob` that shape only some kinds of draft."""
 
 Progress = Callable[[str], Callable[..., Iterable]]
 """`progress(what)(iterable, total=n)` yields the items of `iterable`."""
@@ -37,7 +56,7 @@ class TrainJob:
     """
 
     kind: str
-    """"eagle3", "eagle" or "multi-layer": see `EagleConfig`."""
+    """One of `KINDS`: see `EagleConfig` and `BlockDraftConfig`."""
     work_dir: pathlib.Path
     out: pathlib.Path | None = None
     """Directory of the draft; by default `draft` in `work_dir`."""
@@ -48,7 +67,7 @@ class TrainJob:
     unseen: tuple[str, ...] | None = None
     """Prompt sets that training must not see. None: every one that is installed."""
     capture_layers: tuple[int, ...] | None = None
-    """Of "eagle3"; by default `default_capture_layers`."""
+    """Of "eagle3", "dflash" and "dspark"; by default `default_capture_layers`."""
     draft_vocab_size: int = 8192
     """At most the target's vocabulary is used."""
     intermediate_size: int | None = None
@@ -57,14 +76,25 @@ class TrainJob:
     """Of "multi-layer"."""
     chained: bool = False
     """Of "multi-layer"."""
+    num_layers: int = 2
+    """Of "dflash" and "dspark"."""
+    block_size: int = 8
+    """Of "dflash", the pending token among them, and of "dspark", which proposes so many."""
+    mask_token_id: int = 0
+    """Of "dflash" and "dspark": a token that no text holds."""
+    markov_rank: int = 32
+    """Of "dspark"."""
+    markov_head: str = "vanilla"
+    """Of "dspark"."""
     init: pathlib.Path | None = None
     """A draft to start from instead of the target's own layer: same sizes and vocabulary."""
     storage: str = "float32"
     options: TrainOptions = dataclasses.field(default_factory=TrainOptions)
 
     def __post_init__(self):
-        if self.storage not in STORAGE:
-            raise ValueError(f"storage={self.storage!r} must be one of {', '.join(STORAGE)}")
+        check_storage(self.storage)
+        if self.kind not in KINDS:
+            raise ValueError(f"kind={self.kind!r} must be one of {', '.join(KINDS)}")
         if self.features is not None and self.text_files:
             raise ValueError(
                 f"features={str(self.features)!r} and text_files={self.text_files} both say what to train on: give one of them"
@@ -77,7 +107,7 @@ class TrainJob:
 class JobResult(NamedTuple):
     """A draft, where it lies, and its figures."""
 
-    draft: DraftModel
+    draft: AnyDraft
     out: pathlib.Path
     record: dict[str, Any]  # also in `training.json` beside the draft
 
@@ -95,8 +125,9 @@ def run_job(job: TrainJob, model: LoadedModel, *, progress: Progress | None = No
     if folder is None:
         folder = job.work_dir / "features"
         sequences = _make_text(job, model, show("Answers"))
+        cached = cached_layers(captures, facts.num_layers)
         write_features(
-            folder, model.target, sequences, model=model.name, capture_layers=captures, progress=show("Features")
+            folder, model.target, sequences, model=model.name, capture_layers=cached, progress=show("Features")
         )
     stored = open_shards(
         folder,
@@ -125,55 +156,75 @@ def run_job(job: TrainJob, model: LoadedModel, *, progress: Progress | None = No
     )
     record = _record(job, model, stored, trained.held_out)
     out = job.out or job.work_dir / "draft"
-    save_draft(out, trained.draft, storage=job.storage, record=record)
+    save_draft(out, trained.draft, model.target, storage=job.storage, record=record)
     return JobResult(trained.draft, out, record)
 
 
 def draft_config(
     job: TrainJob, target: TargetModel, *, capture_layers: tuple[int, ...], draft_vocab_size: int
-) -> EagleConfig:
-    """A draft shaped like a layer of the target: heads, norms and position encoding, so that it can start from one."""
+) -> EagleConfig | BlockDraftConfig:
+    """A draft shaped like layers of the target: heads, norms and position encoding, so that it can start from them."""
     facts, config = target.facts, target.config
     if not isinstance(config, LlamaConfig):
         raise ValueError(f"a draft is trained after a Llama-family target, not after {type(config).__name__}")
+    sizes: dict[str, Any] = {
+        "kind": job.kind,
+        "vocab_size": facts.vocab_size,
+        "draft_vocab_size": draft_vocab_size,
+        "hidden_size": facts.hidden_size,
+        "intermediate_size": job.intermediate_size or config.intermediate_size,
+        "num_heads": config.num_heads,
+        "num_kv_heads": facts.num_kv_heads,
+        "head_dim": facts.head_dim,
+        "context_len": facts.context_len,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": config.rope_scaling,
+    }
+    if job.kind in BLOCK_KINDS:
+        markov: dict[str, Any] = {"markov_rank": job.markov_rank, "markov_head": job.markov_head, "confidence": True}
+        return BlockDraftConfig(
+            **sizes,
+            **(markov if job.kind == "dspark" else {}),
+            num_layers=job.num_layers,
+            capture_layers=capture_layers,
+            block_size=job.block_size,
+            mask_token_id=job.mask_token_id,
+            qk_norm=config.qk_norm,
+        )
     multi = job.kind == "multi-layer"
     return EagleConfig(
-        kind=job.kind,
-        vocab_size=facts.vocab_size,
-        draft_vocab_size=draft_vocab_size,
-        hidden_size=facts.hidden_size,
-        intermediate_size=job.intermediate_size or config.intermediate_size,
-        num_heads=config.num_heads,
-        num_kv_heads=facts.num_kv_heads,
-        head_dim=facts.head_dim,
-        context_len=facts.context_len,
+        **sizes,
         capture_layers=capture_layers if job.kind == "eagle3" else (),
         num_modules=job.num_modules if multi else 1,
         chained=multi and job.chained,
-        rms_norm_eps=config.rms_norm_eps,
-        rope_theta=config.rope_theta,
-        rope_scaling=config.rope_scaling,
     )
 
 
-def ids_of(draft: DraftModel) -> Any:
+def ids_of(draft: AnyDraft) -> Any:
     """i32[Vd], or None where the draft's vocabulary is the target's."""
     return draft.params["shared"].get("token_ids")
 
 
-def _own(start: DraftModel, config: EagleConfig, path: pathlib.Path | None) -> Any:
-    """Parameters to start from.
+def _own(start: AnyDraft, config: Any, path: pathlib.Path | None) -> Any:
+    """Parameters to start from. A "dspark" draft may start from a "dflash" one: its heads are new then.
 
     Raises:
       ValueError: `start` has other sizes than what is to be trained.
     """
+    new_heads = config.kind == "dspark" and start.config.kind == "dflash"
+    theirs_of = {field.name: getattr(start.config, field.name) for field in dataclasses.fields(start.config)}
+    if new_heads:
+        theirs_of |= {name: getattr(config, name) for name in ("kind", "markov_rank", "markov_head", "confidence")}
+        theirs_of["block_size"] = start.config.num_drafts
     for field in dataclasses.fields(config):
-        ours, theirs = getattr(config, field.name), getattr(start.config, field.name)
+        ours, theirs = getattr(config, field.name), theirs_of.get(field.name)
         if ours != theirs:
             raise ValueError(
                 f"init={str(path)!r} has {field.name}={theirs}, the draft to train has {ours}: give the options that it was trained with"
             )
-    return start.params["own"]
+    own = start.params["own"]
+    return init_block_params(jax.random.key(0), config) | own if new_heads else own
 
 
 def _capture_layers(job: TrainJob, num_layers: int) -> tuple[int, ...]:
@@ -182,6 +233,11 @@ def _capture_layers(job: TrainJob, num_layers: int) -> tuple[int, ...]:
         return job.capture_layers
     # A target of a few layers has no low, middle and high: they are moved into what there is.
     return tuple(sorted({min(max(i, 0), num_layers - 1) for i in default_capture_layers(num_layers)}))
+
+
+def cached_layers(captures: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
+    """Layers whose hidden states are cached: those asked for, and that before the last, which a draft over the target's own KV reads."""
+    return tuple(sorted({*captures, max(num_layers - 2, 0)}))
 
 
 def _make_text(job: TrainJob, model: LoadedModel, progress: Callable[..., Iterable]) -> list[TextSequence]:

@@ -22,7 +22,7 @@ class Batch(NamedTuple):
     )
 
 
-_NEVER = -1e30
+NEVER = -1e30
 """A score that weighs nothing; finite, so that its gradient is."""
 
 
@@ -85,10 +85,10 @@ def draft_loss(
 
     def at_starts(x, ahead: int):
         """`x[b, t + ahead]` of the starts; 0 past the end."""
-        shifted = _shift(x, ahead)
+        shifted = shift(x, ahead)
         return shifted.reshape(num * length, *x.shape[2:]).at[starts].get(mode="fill", fill_value=0)
 
-    known = _draft_ids(draft, batch.tokens)
+    known = draft_ids(draft, batch.tokens)
     depths: list[_Depth] = []
     total, losses, agrees, copies = jnp.zeros(()), [], [], []
     run = accept_len = jnp.ones(size)  # whether every depth so far foresaw its token
@@ -119,14 +119,26 @@ def draft_loss(
         accept_len += run
     # Starts whose whole chain lies in the text: near its end a chain is cut short and would look worse than it is.
     whole = counts * at_starts(batch.weight, unroll)
-    lens = jnp.zeros(num * length).at[starts].set(accept_len, mode="drop").reshape(num, length)
-    verified = whole * _take(_verified(lens, batch.weight).reshape(-1), starts)
-    verifies = jnp.sum(verified)
-    metrics = {"loss": jnp.stack(losses), "agree": jnp.stack(agrees), "verifies": verifies}
-    metrics["accept_len"] = jnp.sum(accept_len * verified) / jnp.maximum(verifies, 1.0)
+    lens, verifies = mean_accept_len(accept_len, whole, starts, batch.weight)
+    metrics = {"loss": jnp.stack(losses), "agree": jnp.stack(agrees), "accept_len": lens, "verifies": verifies}
     if copies:
         metrics["copy"] = jnp.stack(copies)
     return total, jax.tree.map(jax.lax.stop_gradient, metrics)
+
+
+def mean_accept_len(accept_len, whole, starts, weight):
+    """Mean length of the verifies that decoding a text would make, and how many they are.
+
+    Args:
+        accept_len: f32[N], tokens that a verify at each start would accept.
+        whole: f32[N], 1 for starts that count.
+        starts: i32[N], rows of the flattened batch; those past its end are none.
+        weight: f32[B, T], rows that count.
+    """
+    lens = jnp.zeros(weight.size).at[starts].set(accept_len, mode="drop").reshape(weight.shape)
+    verified = whole * _take(_verified(lens, weight).reshape(-1), starts)
+    verifies = jnp.sum(verified)
+    return jnp.sum(accept_len * verified) / jnp.maximum(verifies, 1.0), verifies
 
 
 def _verified(lens, weight):
@@ -147,14 +159,14 @@ def _verified(lens, weight):
     return jax.lax.scan(pass_row, jnp.zeros(lens.shape[0], lens.dtype), rows)[1].T.astype(jnp.float32)
 
 
-def _draft_ids(draft: DraftModel, tokens):
+def draft_ids(draft: Any, tokens):
     """Draft ids of the target's `tokens`; -1 where the draft's vocabulary lacks them."""
     ids = draft.token_ids(draft.params, jnp.arange(draft.facts.draft_vocab_size))
     inverse = jnp.full(draft.facts.vocab_size, -1, jnp.int32).at[ids].set(jnp.arange(ids.shape[0], dtype=jnp.int32))
     return inverse[tokens]
 
 
-def _shift(x, by: int):
+def shift(x, by: int):
     """`x[:, t + by]` at `t`; zeros past the end."""
     return jnp.pad(x[:, by:], ((0, 0), (0, min(by, x.shape[1])), *[(0, 0)] * (x.ndim - 2)))
 
@@ -170,7 +182,7 @@ def _one_depth(draft: DraftModel, full, batch: Batch, feature, depths: list[_Dep
     several, chained = draft.facts.num_modules > 1, draft.facts.chained  # only modules are chained
     num, length = batch.tokens.shape[0], batch.tokens.shape[1] - 1
     module = depth if several else 0
-    next_tokens = _shift(batch.tokens[:, 1:], depth).reshape(-1)
+    next_tokens = shift(batch.tokens[:, 1:], depth).reshape(-1)
     position = jnp.tile(jnp.arange(length), num)
     all_rows = several or depth == 0  # the first depth, and every module, reads a feature at each row
     if all_rows:
@@ -204,7 +216,7 @@ def _attend(q, k, v, own_keys, own_values):
     q = q.reshape(num, length, -1, group, head_dim) * head_dim**-0.5
     scores = jnp.einsum("bthgd,bshd->bhgts", q, k, preferred_element_type=jnp.float32)
     seen = jnp.tril(jnp.ones((length, length), bool))
-    scores = [jnp.where(seen, scores, _NEVER)]
+    scores = [jnp.where(seen, scores, NEVER)]
     scores += [jnp.einsum("bthgd,bthd->bhgt", q, key)[..., None] for key in own_keys]
     log_weights = jax.nn.log_softmax(jnp.concatenate(scores, axis=-1), axis=-1)
     weights = jnp.exp(log_weights)

@@ -63,13 +63,14 @@ def check_manifest(folder: pathlib.Path, found: Manifest, wanted: Manifest) -> N
             )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Sequences:
     """Every sequence of a folder, with its rows."""
 
     tokens: tuple[np.ndarray, ...]  # i32[n] each
     prompt_lens: np.ndarray  # i32[num]
     features: tuple[np.ndarray, ...]  # f16[n - 1, M + 1, H] each, mapped
+    columns: tuple[int, ...]  # of them, those of the layers asked for; the last hidden state is always the last
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -79,6 +80,9 @@ def open_shards(
     folder: str | os.PathLike[str], *, model: str, capture_layers: tuple[int, ...], hidden_size: int, vocab_size: int
 ) -> Sequences:
     """The sequences of all shards in `folder`, in the order of the files' names. A folder without manifest is taken at the caller's word.
+
+    Args:
+        capture_layers: the layers to read; the folder may hold more of them, for other drafts.
 
     Raises:
         FileNotFoundError: there is no folder, or no shard in it.
@@ -91,14 +95,17 @@ def open_shards(
             f"{folder} holds no .npz shard: make features first, or give the folder that holds them"
         )
     manifest = read_manifest(folder)
-    wanted = Manifest(model=model, capture_layers=capture_layers, hidden_size=hidden_size, num_sequences=0)
+    stored = capture_layers
+    if manifest is not None and set(capture_layers) <= set(manifest.capture_layers):
+        stored = manifest.capture_layers
+    wanted = Manifest(model=model, capture_layers=stored, hidden_size=hidden_size, num_sequences=0)
     if manifest is not None:
         check_manifest(folder, manifest, wanted)
     tokens: list[np.ndarray] = []
     features: list[np.ndarray] = []
     prompt_lens: list[np.ndarray] = []
     for file in files:
-        shard = read_shard(file, num_features=len(capture_layers) + 1, hidden_size=hidden_size, vocab_size=vocab_size)
+        shard = read_shard(file, num_features=len(stored) + 1, hidden_size=hidden_size, vocab_size=vocab_size)
         ends = np.cumsum(shard["lens"])
         tokens += np.split(shard["tokens"], ends[:-1])
         features += np.split(shard["feats"], (ends - np.arange(1, len(ends) + 1))[:-1])
@@ -108,7 +115,8 @@ def open_shards(
             f"{folder / MANIFEST}: num_sequences={manifest.num_sequences}, but the shards hold {len(tokens)}: "
             "every sequence must be there; run the command that made them again, it goes on where it stopped"
         )
-    return Sequences(tokens=tuple(tokens), features=tuple(features), prompt_lens=np.concatenate(prompt_lens))
+    columns = tuple(stored.index(layer) for layer in capture_layers)
+    return Sequences(tuple(tokens), np.concatenate(prompt_lens), tuple(features), columns)
 
 
 def write_shard(file: pathlib.Path, sequences: Sequence[TextSequence], features: np.ndarray) -> None:

@@ -8,12 +8,9 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jspec.models.draft import DraftModel
-from jspec.models.eagle_draft import EagleConfig, eagle_draft
 from jspec.models.target import TargetModel
 from jspec.training.batches import Batches, make_batches, split_held_out
 from jspec.training.checkpoints import Checkpoints, TrainState
@@ -22,8 +19,8 @@ from jspec.training.metrics import MetricsLog, plot_metrics
 from jspec.training.optimizer import learning_rate, make_optimizer
 from jspec.training.options import TrainOptions
 from jspec.training.program import Program, data_mesh, make_program
+from jspec.training.recipes import Recipe, recipe_of
 from jspec.training.shards import Sequences
-from jspec.training.warm_start import warm_start
 
 METRICS, PLOT = "metrics.jsonl", "metrics.png"
 # What may change between two parts of a run: it moves no data and shapes no parameter.
@@ -44,12 +41,12 @@ _INTERVALS = ("eval_batches", "log_every", "eval_every", "checkpoint_every")
 class Trained(NamedTuple):
     """What a run ends with."""
 
-    draft: DraftModel
+    draft: Any  # what `Recipe.build` makes
     held_out: dict[str, Any]  # figures of all held-out text: accept_len over `verifies`, agree and loss by depth
 
 
 def train(
-    config: EagleConfig,
+    config: Any,
     target: TargetModel,
     sequences: Sequences,
     options: TrainOptions,
@@ -63,12 +60,12 @@ def train(
     """Train a draft, from the newest checkpoint in `work_dir` if it has one; then the run is the one that was not interrupted, bit for bit.
 
     Args:
-        config: of the draft.
+        config: of the draft: what `recipe_of` knows.
         target: its embedding and head are shared; it is not run.
         sequences: with the features of `config.capture_layers`.
         work_dir: keeps checkpoints, `metrics.jsonl` and `metrics.png`.
         token_ids: i32[Vd], the draft's vocabulary; None: the target's.
-        start: parameters to start from; None: `warm_start`.
+        start: parameters to start from; None: `Recipe.init`.
         mesh: of `data_mesh`; by default over all devices.
         progress: wraps the steps, `progress(iterable, total=n)`.
     Raises:
@@ -79,21 +76,15 @@ def train(
         raise ValueError(
             f"batch_size={options.batch_size} must be a multiple of the {mesh.size} devices it is split over"
         )
-    if options.copy_heads > config.num_heads or options.copy_heads % (config.num_heads // config.num_kv_heads):
-        raise ValueError(
-            f"copy_heads={options.copy_heads} must be a multiple of {config.num_heads // config.num_kv_heads}, the query heads of one "
-            f"key-value head, and at most {config.num_heads}, all heads"
-        )
+    recipe = recipe_of(config, target, token_ids, options)
     train_on, held_out = split_held_out(sequences, every=options.held_out_every)
     batch_of: dict[str, Any] = {"batch_size": options.batch_size, "seq_len": options.seq_len, "seed": options.seed}
     batches = make_batches(sequences, train_on, include_prompt=options.include_prompt, **batch_of)
     unseen = make_batches(sequences, held_out, **batch_of)
 
-    params = warm_start(jax.random.key(options.seed), config, target, token_ids) if start is None else start
-    draft, target_head = _draft_over(config, target, params, token_ids)
+    params = recipe.init(jax.random.key(options.seed)) if start is None else start
     optimizer = make_optimizer(options)
-    lesson = {name: getattr(options, name) for name in ("decay", "max_starts", "copy_heads", "copy_weight")}
-    program = make_program(draft, target_head, optimizer, mesh=mesh, **lesson)
+    program = make_program(recipe, optimizer, mesh=mesh, max_starts=options.max_starts)
     state = program.replicate(TrainState(params, optimizer.init(params)))
 
     checkpoints = Checkpoints(work_dir / "checkpoints", _facts(config, options, sequences, token_ids))
@@ -102,29 +93,30 @@ def train(
         state = checkpoints.restore(state)
     log = MetricsLog(work_dir / METRICS, next_step=first)
     try:
-        state = _run(program, state, batches, unseen, options, config, checkpoints, log, first, progress)
+        state = _run(program, state, batches, unseen, options, recipe, checkpoints, log, first, progress)
     finally:
         checkpoints.close()
-    figures = evaluate(program, state.params, unseen.in_order(), unroll=_depths(config, options))
+    figures = evaluate(program, state.params, unseen.in_order(), depths=recipe.depths)
     last = max(first, options.steps)
     log.add(step=last, **{f"held_out_{name}": value for name, value in figures.items()})
     plot_metrics(work_dir / METRICS, work_dir / PLOT)
-    draft, _ = _draft_over(config, target, jax.device_get(state.params), token_ids)
+    draft = recipe.build(jax.device_get(state.params))
     return Trained(draft, figures | {"sequences": len(held_out), "steps": last})
 
 
-def evaluate(program: Program, params: Any, batches: Iterable[Batch], *, unroll: int) -> dict[str, Any]:
+def evaluate(program: Program, params: Any, batches: Iterable[Batch], *, depths: int) -> dict[str, Any]:
     """Figures of `draft_loss` over `batches`, each batch weighing as many rows, or verifies, as a figure counts in it."""
     sums: dict[str, np.ndarray] = {}
     counts: dict[str, np.ndarray] = {}
     for batch in batches:
-        found = jax.device_get(program.evaluate(params, batch, unroll))
-        pairs = np.array([_num_pairs(batch.weight, ahead) for ahead in range(1, unroll + 1)])
+        found = jax.device_get(program.evaluate(params, batch, depths))
+        pairs = np.array([_num_pairs(batch.weight, ahead) for ahead in range(1, depths + 1)])
         weights = {
             "accept_len": np.asarray(found["verifies"], np.float64),
             "agree": pairs,
             "loss": pairs,
             "copy": pairs,
+            "confidence": pairs,
         }
         for name in (name for name in weights if name in found):
             sums[name] = sums.get(name, np.zeros(())) + weights[name] * np.asarray(found[name], np.float64)
@@ -144,7 +136,7 @@ def _run(
     batches: Batches,
     unseen: Batches,
     options: TrainOptions,
-    config: EagleConfig,
+    recipe: Recipe,
     checkpoints: Checkpoints,
     log: MetricsLog,
     first: int,
@@ -154,8 +146,7 @@ def _run(
     steps: Iterable[int] = range(first, options.steps)
     rate, since = learning_rate(options), time.perf_counter()
     for step in progress(steps, total=len(range(first, options.steps))) if progress else steps:
-        unroll = config.num_modules if config.kind == "multi-layer" else options.unroll_at(step)
-        state, metrics = program.train(state, batches.at(step), unroll)
+        state, metrics = program.train(state, batches.at(step), recipe.depths_at(step))
         done = step + 1
         is_last, keeps = done == options.steps, done % options.checkpoint_every == 0
         if step % options.log_every == 0 or is_last or keeps:
@@ -165,9 +156,7 @@ def _run(
         if keeps or is_last:
             checkpoints.save(done, state)
         if done % options.eval_every == 0 and not is_last:
-            figures = evaluate(
-                program, state.params, unseen.in_order(options.eval_batches), unroll=_depths(config, options)
-            )
+            figures = evaluate(program, state.params, unseen.in_order(options.eval_batches), depths=recipe.depths)
             log.add(step=step, **{f"held_out_{name}": value for name, value in figures.items()})
     return state
 
@@ -187,26 +176,13 @@ def _record(step: int, metrics: dict[str, Any], rate: float, seconds: float) -> 
     record = {"step": step, "loss": total, "grad_norm": grad_norm, "learning_rate": rate, "seconds": round(seconds, 3)}
     by_depth = {
         f"{name}_by_depth": np.asarray(metrics[name], float).round(6).tolist()
-        for name in ("loss", "agree", "copy")
+        for name in ("loss", "agree", "copy", "confidence")
         if name in metrics
     }
     return record | by_depth | {"accept_len": float(metrics["accept_len"])}
 
 
-def _depths(config: EagleConfig, options: TrainOptions) -> int:
-    """Depths of an evaluation: always the longest chain, so that figures of one run compare."""
-    return config.num_modules if config.kind == "multi-layer" else options.max_unroll
-
-
-def _draft_over(config: EagleConfig, target: TargetModel, params: Any, token_ids: Any) -> tuple[DraftModel, Any]:
-    """(the draft, the target's head at its tokens f32[Vd, H]); both in f32, what training needs."""
-    embed = jnp.asarray(target.embedding(target.params), jnp.float32)
-    head = target.head(target.params)
-    head = jnp.asarray(head if token_ids is None else head[token_ids], jnp.float32)
-    return eagle_draft(config, params, embed=embed, head=head, token_ids=token_ids), head
-
-
-def _facts(config: EagleConfig, options: TrainOptions, sequences: Sequences, token_ids: Any) -> dict[str, Any]:
+def _facts(config: Any, options: TrainOptions, sequences: Sequences, token_ids: Any) -> dict[str, Any]:
     """What must be the same when a run goes on."""
     text = hashlib.sha256()
     for tokens, prompt_len in zip(sequences.tokens, sequences.prompt_lens.tolist(), strict=True):

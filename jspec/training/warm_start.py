@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jspec.models.block_draft import BlockDraftConfig, init_block_params
 from jspec.models.eagle_draft import EagleConfig, init_draft_params
 from jspec.models.target import TargetModel
 
@@ -40,13 +41,33 @@ def warm_start(key: Any, config: EagleConfig, target: TargetModel, token_ids: An
     return params
 
 
+def block_warm_start(key: Any, config: BlockDraftConfig, target: TargetModel) -> dict[str, Any]:
+    """Parameters of `BlockDraft(config)` in f32, made of the target's where they fit, random elsewhere.
+
+    `fc` passes the last captured layer on, in the norm of the layer that reads it; the draft's layers are those of the target from there on, as many as
+    there are, or the last ones.
+    """
+    params = jax.tree.map(lambda leaf: leaf, init_block_params(key, config, jnp.float32))  # a new dict
+    size, source = config.hidden_size, target.params if isinstance(target.params, Mapping) else {}
+    first = max(min(config.capture_layers[-1] + 1, target.facts.num_layers - config.num_layers), 0)
+    params["fc"] = _pass_on(params["fc"], first=(len(config.capture_layers) - 1) * size)
+    if "norms" in source and source["norms"].shape[-1] == size:
+        params["hidden_norm"] = jnp.asarray(source["norms"][first][0], jnp.float32)
+        params["final_norm"] = jnp.asarray(source["final_norm"], jnp.float32)
+    for i in range(config.num_layers):
+        params[f"layer_{i}"] = _layer(params[f"layer_{i}"], config, source, min(first + i, target.facts.num_layers - 1))
+    return params
+
+
 def _pass_on(fc: jax.Array, *, first: int) -> jax.Array:
     """The identity on the inputs from `first` on, little of the others."""
     size = fc.shape[0]
     return (_SMALL * fc).at[:, first : first + size].set(jnp.eye(size, dtype=fc.dtype))
 
 
-def _layer(module: Mapping[str, Any], config: EagleConfig, source: Mapping[str, Any], last: int) -> dict[str, Any]:
+def _layer(
+    module: Mapping[str, Any], config: EagleConfig | BlockDraftConfig, source: Mapping[str, Any], last: int
+) -> dict[str, Any]:
     """`module` with the matrices and norms of the target's layer `last` that fit; a narrower MLP gets the neurons that weigh most."""
     module, layer = dict(module), source.get(f"layer_{last}")
     if not isinstance(layer, Mapping) or "norms" not in source:

@@ -9,9 +9,10 @@ import pytest
 import safetensors.numpy
 
 from jspec.models.eagle_draft import EagleConfig, eagle_draft, init_draft_params
-from jspec.models.eagle_files import CONFIG, RECORD, WEIGHTS, load_draft, save_draft
+from jspec.models.eagle_files import load_draft, save_draft
 from jspec.models.int8_rows import dequantize_rows, quantize_rows
 from jspec.models.rope import RopeScaling
+from jspec.models.tensor_files import CONFIG, RECORD, WEIGHTS
 from jspec.models.tiny import random_target
 
 V, VD, H, MLP, HQ, HKV, D, L = 32, 12, 24, 20, 3, 1, 8, 8

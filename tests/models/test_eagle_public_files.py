@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from jspec.models.eagle_files import CONFIG, WEIGHTS, load_draft
+from jspec.models.eagle_files import load_draft
+from jspec.models.tensor_files import CONFIG, WEIGHTS
 from jspec.models.tiny import random_target
 
 V, VD, H, MLP, HQ, HKV, D, L = 32, 12, 24, 20, 3, 1, 8, 8

@@ -120,9 +120,24 @@ def test_decode_round_trip(bucket):
         if name == "forward_iter":
             assert there == batch.forward_iter == 2
             continue
+        if name.endswith("words"):
+            assert there.size == 0, "only a worker with a host side has them"
+            continue
         here = getattr(batch, name)
         assert there[:3].tolist() == here.tolist(), name
         assert (np.asarray(there[3:]) == (-1 if name == "new_pages" else 0)).all(), name
+
+
+def test_words_of_a_host_side_ride_along():
+    """Behind the pages: those of each row, and those of the launch, which a padded row has too; everything else lies as without them."""
+    _, batch = planned("decode")
+    of_rows, of_batch = np.arange(6, dtype=np.int32).reshape(3, 2) + 10, np.array([-1, 7, 8], np.int32)
+    upload = pack_decode(batch, bucket=4, words=(of_rows, of_batch))
+    inputs = jax.jit(lambda u: unpack_decode(u, words=(2, 3)))(upload)
+    assert inputs.row_words.tolist() == [*of_rows.tolist(), [0, 0]] and inputs.batch_words.tolist() == [-1, 7, 8]
+    without = unpack_decode(jnp.asarray(pack_decode(batch, bucket=4)))
+    for name in ("rows", "expected_iter", "forward_iter", "first_page", "new_pages"):
+        assert np.array_equal(getattr(inputs, name), getattr(without, name)), name
 
 
 def test_every_upload_is_made_anew():

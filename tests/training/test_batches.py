@@ -15,7 +15,12 @@ def sequences(lens, prompt_lens, *, same_prompt=()) -> Sequences:
     for n in same_prompt:
         tokens[n][: prompt_lens[n]] = tokens[0][: prompt_lens[n]]
     features = [np.broadcast_to(t[:-1, None, None], (len(t) - 1, 3, 4)).astype(np.float16) for t in tokens]
-    return Sequences(tokens=tuple(tokens), prompt_lens=np.array(prompt_lens, np.int32), features=tuple(features))
+    return Sequences(
+        tokens=tuple(tokens),
+        prompt_lens=np.array(prompt_lens, np.int32),
+        features=tuple(features),
+        columns=tuple(range(features[0].shape[1] - 1)),
+    )
 
 
 def assert_same(a, b):

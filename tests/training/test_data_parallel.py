@@ -15,20 +15,20 @@ from jspec.training.batches import make_batches
 from jspec.training.checkpoints import TrainState
 from jspec.training.optimizer import make_optimizer
 from jspec.training.program import data_mesh, make_program
-from jspec.training.train import _draft_over, train
-from jspec.training.warm_start import warm_start
+from jspec.training.recipes import recipe_of
+from jspec.training.train import train
 
 jax.config.update("jax_disable_most_optimizations", True)
 assert len(jax.devices()) == 8
 stored = kit.store(pathlib.Path(sys.argv[1]), kit.answers(8))
 batch = make_batches(stored, range(8), batch_size=8, seq_len=20).at(0)
 config, options = kit.draft_config(), kit.train_options()
-params = warm_start(jax.random.key(0), config, kit.target())
-draft, head = _draft_over(config, kit.target(), params, None)
+recipe = recipe_of(config, kit.target(), None, options)
+params = recipe.init(jax.random.key(0))
 optimizer = make_optimizer(options)
 totals, weights = [], []
 for devices in (jax.devices()[:1], jax.devices()):
-    program = make_program(draft, head, optimizer, decay=0.9, mesh=data_mesh(devices))
+    program = make_program(recipe, optimizer, mesh=data_mesh(devices))
     state = program.replicate(TrainState(params, optimizer.init(params)))
     for _ in range(2):
         state, metrics = program.train(state, batch, 2)

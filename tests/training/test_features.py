@@ -75,7 +75,7 @@ def test_a_folder_without_manifest_is_taken_at_the_callers_word(copy):
     assert len(kit.reopen(copy, model="whatever")) == 10
 
 
-@pytest.mark.parametrize(("field", "value"), [("model", "other"), ("capture_layers", (1, 0))])
+@pytest.mark.parametrize(("field", "value"), [("model", "other"), ("capture_layers", (0, 7))])
 def test_features_of_another_model_are_refused(folder, field, value):
     with pytest.raises(ValueError, match=f"{field}=.* must be"):
         kit.reopen(folder, **{field: value})

@@ -54,7 +54,8 @@ def validate_dynamic(
         raise ValueError(f"query_lens holds {query_lens.max()}, more than the {width} queries of a row")
     check_reads(pages, page_table, prefix_lens, query_lens)
     if ancestors is not None:
-        node = np.arange(width)
-        behind = np.asarray(ancestors).astype(np.uint64) >> (node + 1).astype(np.uint64) != 0
-        if (behind & (node < query_lens[:, None])).any():
-            raise ValueError("ancestors holds a node that sees a later one: ancestors come before")
+        unwritten = np.asarray(ancestors).astype(np.uint64) >> query_lens[:, None].astype(np.uint64) != 0
+        if (unwritten & (np.arange(width) < query_lens[:, None])).any():
+            raise ValueError(
+                "ancestors holds a node that sees one behind the row's last: it must be one of the row's nodes"
+            )

@@ -1,0 +1,124 @@
+"""DFLASH: a draft that fills in a whole block at once, over the target's hidden states as its context."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jspec.models.block_draft import BlockDraftModel
+from jspec.models.target import TargetModel
+from jspec.spec_workers.base import DeviceState, PhaseOutput, SpecWorker, VerifyKind
+from jspec.spec_workers.block import block_rows, init_block, inject_prompts, inject_run
+from jspec.spec_workers.draft_sampling import best_tokens, draw_tokens
+from jspec.spec_workers.featured import (
+    ExtendHandoff,
+    Handoff,
+    check_acceptance,
+    check_pair,
+    prefill,
+    start,
+    verify_chain,
+    widen,
+)
+from jspec.spec_workers.upload import DecodeInputs, ExtendInputs
+
+
+class Carry(NamedTuple):
+    """What crosses an iteration: nothing of the draft, which starts anew from the context."""
+
+    bonus: Any  # i32[B]  the pending token: emitted, its KV not written
+
+
+def dflash(
+    target: TargetModel,
+    draft: BlockDraftModel,
+    *,
+    name: str = "dflash",
+    rejection_sampling: bool = False,
+    lossy_threshold: float = 1.0,
+) -> SpecWorker:
+    """A worker whose draft runs once before each verify, over a block of the pending token and masks.
+
+        resolve -> draft block -> verify -> accept -> PUBLISH -> inject, stash
+
+    Rows of the block see each other and all of the context. What injection writes are keys and values made of the target's hidden states of the accepted
+    tokens, in the place of the block's own; those of tokens that were not accepted stay behind as garbage past the frontier, never read and overwritten by
+    the next block. There is no draft extend.
+
+    Near the end of the draft's context a row drafts nothing and decodes on.
+
+    Args:
+        target: the model.
+        draft: its draft, of kind "dflash".
+        name: how it is listed.
+        rejection_sampling: rows that sample draw each draft from its row of the block, and accept by `accept_rejection`.
+        lossy_threshold: as of `eagle`.
+
+    Raises:
+        ValueError: a draft that does not fit.
+
+    Source: DFlash (arXiv 2602.06036); SGLang's DFLASH worker of Spec V2.
+    """
+    config, layers, width = draft.config, draft.facts.capture_layers, draft.config.block_size
+    if config.kind != "dflash":
+        raise ValueError(f"the draft is of kind {config.kind!r}, but dflash runs 'dflash'")
+    check_pair(target, draft)
+    check_acceptance(rejection_sampling=rejection_sampling, lossy_threshold=lossy_threshold)
+
+    def extend_phase(params, device: DeviceState, inputs: ExtendInputs, *, table_width: int) -> PhaseOutput:
+        del table_width  # the upload brings the pages this program reads
+        return prefill(target, params["target"], device, inputs, layers)
+
+    def extend_commit(params, device: DeviceState, inputs: ExtendInputs, handoff: ExtendHandoff, *, table_width: int):
+        del table_width, inputs  # the handoff has what was made of them
+        return inject_prompts(draft, params["draft"], device, handoff, Carry(handoff.tokens))
+
+    def verify_phase(params, device: DeviceState, inputs: DecodeInputs, *, table_width: int, depth: int) -> PhaseOutput:
+        begun = start(device, inputs, table_width=table_width, depth=depth, context_len=draft.facts.context_len)
+        hidden, begun = block_rows(draft, params["draft"], begun, inputs.rows)
+        logits = draft.logits(params["draft"], hidden[:, 1:])
+        probs = None
+        if rejection_sampling:
+            positions = begun.seq_lens[:, None] + 1 + jnp.arange(depth, dtype=jnp.int32)
+            drawn = jax.vmap(draw_tokens, in_axes=(None, None, 1, 1), out_axes=1)
+            ids, probs = drawn(begun.device.sampling, inputs.rows, logits, positions)
+            probs = functools.partial(widen, draft, params["draft"], probs)
+        else:
+            ids = best_tokens(logits, 1, scored=False)[1][..., 0]
+        drafts = draft.token_ids(params["draft"], ids)
+        return verify_chain(
+            target,
+            params["target"],
+            begun,
+            inputs,
+            jnp.concatenate([begun.carry.bonus[:, None], drafts], axis=1),
+            probs,
+            layers=layers,
+            output_stride=width,
+            lossy_threshold=lossy_threshold,
+        )
+
+    def commit_phase(params, device: DeviceState, inputs: DecodeInputs, handoff: Handoff, *, table_width: int):
+        bonus = jnp.take_along_axis(handoff.tokens, handoff.accept_lens[:, None] - 1, axis=1)[:, 0]
+        return inject_run(draft, params["draft"], device, inputs, handoff, Carry(bonus), table_width=table_width)
+
+    return SpecWorker(
+        name=name,
+        verify_width=width,
+        output_stride=width,
+        alloc_len=width,
+        num_non_draft_tokens=1,
+        fixed_accept=None,
+        verify_kind=VerifyKind.CHAIN,
+        capture_layers=layers,
+        params={"target": target.params, "draft": draft.params},
+        init=lambda sizes: init_block(target, draft, sizes, Carry(jax.ShapeDtypeStruct((), jnp.int32))),
+        extend_phase=extend_phase,
+        extend_commit=extend_commit,
+        verify_phase=verify_phase,
+        commit_phase=commit_phase,
+        depths=(width - 1,),
+        draft_kv_bytes_per_token=draft.facts.kv_bytes_per_token,
+        lossy=lossy_threshold < 1,
+    )
