@@ -52,9 +52,9 @@ def stub_worker(*, verify_width: int = 4, accept_len: int = 3) -> SpecWorker:
     def init(sizes: DeviceSizes) -> DeviceState:
         return init_device(sizes, kv_pages=(), carry=Carry(bonus=jax.ShapeDtypeStruct((), jnp.int32)))
 
-    def leave(device, rows, forward_iter, accept_lens, new_seq_lens) -> PhaseOutput:
+    def leave(device, rows, forward_iter, accept_lens, new_seq_lens, *, columns: int) -> PhaseOutput:
         future = publish(device.future, rows, new_seq_lens, forward_iter=forward_iter)
-        tokens = jnp.broadcast_to(jnp.arange(verify_width, dtype=jnp.int32), (rows.shape[0], verify_width))
+        tokens = jnp.broadcast_to(jnp.arange(columns, dtype=jnp.int32), (rows.shape[0], columns))
         status = jnp.zeros_like(new_seq_lens)
         return PhaseOutput(
             dataclasses.replace(device, future=future),
@@ -66,14 +66,15 @@ def stub_worker(*, verify_width: int = 4, accept_len: int = 3) -> SpecWorker:
         del params, table_width
         device, prompts = begin_extend(device, inputs)
         accept_lens = jnp.where(prompts.goes_on, 0, 1)
-        return leave(device, prompts.batch.rows, inputs.forward_iter, accept_lens, prompts.new_seq_lens)
+        return leave(device, prompts.batch.rows, inputs.forward_iter, accept_lens, prompts.new_seq_lens, columns=1)
 
     def verify_phase(params, device: DeviceState, inputs: DecodeInputs, *, table_width: int, depth: int) -> PhaseOutput:
         del params, table_width
         device = apply_decode(device, inputs)
         seq_lens, _, fresh = resolve(device.future, inputs.rows, expected_iter=inputs.expected_iter)
         accept_lens = jnp.full_like(inputs.rows, accept_len)
-        output = leave(device, inputs.rows, inputs.forward_iter, accept_lens, seq_lens + accept_lens)
+        new_seq_lens = seq_lens + accept_lens
+        output = leave(device, inputs.rows, inputs.forward_iter, accept_lens, new_seq_lens, columns=verify_width)
         return output._replace(outcome=output.outcome.at[:, 2].set(jnp.where(fresh | (inputs.rows == 0), 0, 1)))
 
     def commit(params, device: DeviceState, inputs, handoff, *, table_width: int) -> DeviceState:

@@ -1,7 +1,12 @@
 """Every fact that must hold between two transitions, as one function. Tests and `EngineConfig.checked` call it after each of them."""
 
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
 import numpy as np
 
+from jspec.state.dense import ceil_div
 from jspec.state.ledger import num_pages_held
 from jspec.state.requests import has_started, is_filling, seqlen
 from jspec.state.scheduler_state import Limits, SchedulerState
@@ -11,14 +16,84 @@ class InvariantError(AssertionError):
     """A transition broke the state. Names the invariant, the rows and the values."""
 
 
+@functools.lru_cache(maxsize=8)
+def _numbers(count: int) -> np.ndarray:
+    """`0, 1, ...`"""
+    return np.arange(count)
+
+
 def _require(holds, name: str, **values) -> None:
-    holds = np.asarray(holds)
-    if not holds.all():
-        where = np.nonzero(~holds.reshape(-1))[0][:8].tolist()
-        shown = ", ".join(
-            f"{k}={np.asarray(v).reshape(-1)[where].tolist() if np.ndim(v) else v}" for k, v in values.items()
-        )
-        raise InvariantError(f"{name} fails at index {where}: {shown}")
+    if holds if isinstance(holds, bool) else holds.all():
+        return
+    where = np.nonzero(~np.asarray(holds).reshape(-1))[0][:8].tolist()
+    shown = ", ".join(
+        f"{k}={np.asarray(v).reshape(-1)[where].tolist() if np.ndim(v) else v}" for k, v in values.items()
+    )
+    raise InvariantError(f"{name} fails at index {where}: {shown}")
+
+
+def _require_of_rows(facts: Iterable[tuple[Any, str, dict[str, Any]]]) -> None:
+    """`_require` for many facts of one shape: each alone would cost more than all of them together."""
+    facts = tuple(facts)
+    together = facts[0][0]
+    for holds, _, _ in facts[1:]:
+        together = together & holds
+    if not together.all():
+        for holds, name, values in facts:
+            _require(holds, name, **values)
+
+
+def _of_last(check: Callable[..., Any]) -> Callable[..., Any]:
+    """`check`, which remembers what it found of the values that it was last given: states share what no transition has changed."""
+    last: list[tuple[tuple[Any, ...], Any]] = []
+
+    @functools.wraps(check)
+    def remembered(*values):
+        if last and all(a is b for a, b in zip(last[0][0], values, strict=True)):
+            return last[0][1]
+        found = check(*values)
+        last[:] = [(values, found)]
+        return found
+
+    return remembered
+
+
+@_of_last
+def _check_pages(table, free_pages, num_free, allocated, protected, page_locks, page: int, depth, pages, keys) -> None:
+    """Each page is free, held by one row, or cached, and all are there; the parts are those of a ledger and of a prefix cache."""
+    columns, held = _numbers(table.shape[1]), ceil_div(allocated, page)
+    shared, within = columns < (protected // page)[:, None], columns < held[:, None]
+    used, cached = table[within & ~shared], np.nonzero(depth)[0]
+    _require((table != 0) == within, "the page table ends where the allocation ends", table=table)
+    found = np.concatenate([free_pages[: int(num_free)], used, cached])
+    found.sort()
+    _require(found.size == free_pages.size - 1, "free + cached + held == total",
+             free=num_free, cached=cached.size, held=used.size)  # fmt: skip
+    _require(found == _numbers(found.size + 1)[1:], "every page is in one place", pages=found)
+    if shared.any():
+        seen = depth[np.minimum(np.maximum(table, 0), depth.size - 1)]
+        _require(~shared | (seen == columns + 1), "the protected part of a row is a cached prefix", depth=seen)
+    in_range = np.minimum(np.maximum(table[shared], 0), page_locks.size - 1)
+    locks = np.bincount(in_range, minlength=page_locks.size)
+    _require(page_locks == locks, "a page is locked once a row that reads it", locks=page_locks, rows=locks)
+    _check_names(depth, pages, keys)
+
+
+@_of_last
+def _check_names(depth, pages, keys) -> None:
+    """The two indexes of a prefix cache agree."""
+    cached = np.nonzero(depth)[0]
+    _require(cached.size == len(pages) == len(keys), "the cache's two indexes agree", cached=cached.size)
+    named = np.array([pages.get(keys.get(page)) == page for page in cached.tolist()], bool)
+    _require(named, "a key names its page", cached=cached)
+
+
+@_of_last
+def _waiting_serials(waiting) -> frozenset[int]:
+    """Numbers of the requests that wait; their queue goes by priority."""
+    priorities = np.array([request.priority for request in waiting])
+    _require(priorities[:-1] >= priorities[1:], "the queue goes by priority", priorities=priorities)
+    return frozenset(request.serial for request in waiting)
 
 
 def unsettled_launches(state: SchedulerState) -> np.ndarray:
@@ -26,7 +101,7 @@ def unsettled_launches(state: SchedulerState) -> np.ndarray:
     count = np.zeros_like(state.requests.epoch)
     for launched in state.launched:
         alive = (state.requests.epoch[launched.rows] == launched.epochs) & (launched.rows > 0) & launched.emits
-        np.add.at(count, launched.rows[alive], 1)
+        count += np.bincount(launched.rows[alive], minlength=count.size)
     return count
 
 
@@ -47,88 +122,55 @@ def check(state: SchedulerState, *, limits: Limits, frontier=None, max_accept: i
     committed, allocated, protected = ledger.kv_committed_len, ledger.kv_allocated_len, ledger.cache_protected_len
     n = seqlen(requests)
 
-    # Clocks of one row.
-    _require((protected >= 0) & (protected <= committed) & (committed <= allocated), "protected <= committed <= allocated",
-             protected=protected, committed=committed, allocated=allocated)  # fmt: skip
-    _require(protected % page == 0, "cache_protected_len is page aligned", protected=protected)
-    _require(held <= ledger.page_table.shape[1], "allocation fits the row's page table", held=held)
-    _require(~alive | (committed > 0), "a running request has KV", committed=committed)
-    _require(alive | (allocated == 0), "a free row holds no KV", allocated=allocated)
     started, filling = has_started(requests), is_filling(requests, committed)
-    _require(
-        ~started | (n == committed + 1),
-        "seqlen == kv_committed_len + 1 (the pending bonus token)",
-        seqlen=n,
-        committed=committed,
-    )
-    _require(
-        started | ~alive | (n == requests.fill_len),
-        "a request without a new token has what its prefill covers",
-        seqlen=n,
-        fill_len=requests.fill_len,
-    )
-    _require(filling.sum() <= 1, "one prompt at most goes in chunks", rows=np.nonzero(filling)[0])
-    _require(~filling | ((committed == allocated) & (committed % page == 0)), "a chunk ends at a page's end",
-             committed=committed, allocated=allocated)  # fmt: skip
-    decoded = alive & (allocated > requests.fill_len)
-    _require(~decoded | (allocated % page == 0), "a reserved length is page aligned", allocated=allocated)
-    _require(
-        ~alive | (requests.output_len < requests.max_new_tokens),
-        "a running request has tokens to go",
-        output_len=requests.output_len,
-    )
-    _require(~alive | (requests.prompt_len + requests.max_new_tokens <= limits.context_len), "a request fits the context",
-             prompt_len=requests.prompt_len, max_new_tokens=requests.max_new_tokens)  # fmt: skip
-
-    # Pages: each is free, held by one row, or cached, and all are there.
-    columns, cache = np.arange(ledger.page_table.shape[1])[None, :], state.prefix_cache
-    shared = columns < (protected // page)[:, None]
-    used = ledger.page_table[~shared & (columns < held[:, None])]
-    cached = np.nonzero(cache.depth)[0]
-    _require(
-        (ledger.page_table == 0) == (columns >= held[:, None]),
-        "the page table ends where the allocation ends",
-        table=ledger.page_table,
-    )
-    pages = np.sort(np.concatenate([ledger.free_pages[: int(ledger.num_free)], used, cached]))
-    _require(pages.size == ledger.free_pages.size - 1, "free + cached + held == total",
-             free=ledger.num_free, cached=cached.size, held=used.size)  # fmt: skip
-    _require(pages == np.arange(1, pages.size + 1), "every page is in one place", pages=pages)
-
-    depth = cache.depth[np.clip(ledger.page_table, 0, cache.depth.size - 1)]
-    _require(~shared | (depth == columns + 1), "the protected part of a row is a cached prefix", depth=depth)
-    in_range = np.clip(ledger.page_table[shared], 0, ledger.page_locks.size - 1)
-    locks = np.bincount(in_range, minlength=ledger.page_locks.size)
-    _require(
-        ledger.page_locks == locks, "a page is locked once a row that reads it", locks=ledger.page_locks, rows=locks
-    )
-    _require(cached.size == len(cache.pages) == len(cache.keys), "the cache's two indexes agree", cached=cached.size)
-    _require([cache.pages.get(cache.keys.get(p)) == p for p in cached.tolist()], "a key names its page", cached=cached)
-
-    # Rows and launches.
-    _require(
-        (requests.serial[0] == 0) & (requests.epoch[0] == 0) & (allocated[0] == 0),
-        "row 0 is nobody's",
-        serial=requests.serial[0],
-    )
-    serials = requests.serial[alive]
-    _require(np.unique(serials).size == serials.size, "a request holds one row", serials=serials)
-    _require(set(state.admitted) == set(serials.tolist()), "who holds a row is on record", admitted=len(state.admitted))
-    priorities = np.array([request.priority for request in state.waiting])
-    _require(priorities[:-1] >= priorities[1:], "the queue goes by priority", priorities=priorities)
-    waiting = [request.serial for request in state.waiting]
-    _require(not set(waiting) & set(serials.tolist()), "a request waits or runs, not both", waiting=len(waiting))
+    free, decoded = ~alive, alive & (allocated > requests.fill_len)
+    count = unsettled_launches(state)
     _require(
         len(state.launched) <= limits.depth + 1,
         "at most depth + 1 launches are unsettled",
         launched=len(state.launched),
     )
-    _require(requests.last_launch <= state.forward_iter, "no launch of the future", last_launch=requests.last_launch)
-    count = unsettled_launches(state)
-    _require(count <= limits.depth + 1, "at most depth + 1 launches of a row are unsettled", count=count)
+    clocks = {"protected": protected, "committed": committed, "allocated": allocated}
+    _require_of_rows((
+        # Clocks of one row.
+        ((protected >= 0) & (protected <= committed) & (committed <= allocated), "protected <= committed <= allocated", clocks),
+        (protected % page == 0, "cache_protected_len is page aligned", clocks),
+        (held <= ledger.page_table.shape[1], "allocation fits the row's page table", {"held": held}),
+        (free | (committed > 0), "a running request has KV", clocks),
+        (alive | (allocated == 0), "a free row holds no KV", clocks),
+        (~started | (n == committed + 1), "seqlen == kv_committed_len + 1 (the pending bonus token)", {"seqlen": n, **clocks}),
+        (started | free | (n == requests.fill_len), "a request without a new token has what its prefill covers",
+         {"seqlen": n, "fill_len": requests.fill_len}),
+        (~filling | (filling.sum() <= 1), "one prompt at most goes in chunks", clocks),
+        (~filling | ((committed == allocated) & (committed % page == 0)), "a chunk ends at a page's end", clocks),
+        (~decoded | (allocated % page == 0), "a reserved length is page aligned", clocks),
+        (free | (requests.output_len < requests.max_new_tokens), "a running request has tokens to go", {"output_len": requests.output_len}),
+        (free | (requests.prompt_len + requests.max_new_tokens <= limits.context_len), "a request fits the context",
+         {"prompt_len": requests.prompt_len, "max_new_tokens": requests.max_new_tokens}),
+        # Rows and launches.
+        (requests.last_launch <= state.forward_iter, "no launch of the future", {"last_launch": requests.last_launch}),
+        (count <= limits.depth + 1, "at most depth + 1 launches of a row are unsettled", {"count": count}),
+        (free | started | filling | (count > 0), "a request without output has its prefill under way", {"count": count}),
+    ))  # fmt: skip
+
+    cache = state.prefix_cache
+    _check_pages(
+        ledger.page_table, ledger.free_pages, ledger.num_free, allocated, protected, ledger.page_locks, page,
+        cache.depth, cache.pages, cache.keys,
+    )  # fmt: skip
+
+    # Who holds a row, and who waits.
     _require(
-        ~alive | started | filling | (count > 0), "a request without output has its prefill under way", count=count
+        bool((requests.serial[0] == 0) & (requests.epoch[0] == 0) & (allocated[0] == 0)),
+        "row 0 is nobody's",
+        serial=requests.serial[0],
     )
+    serials = requests.serial[alive].tolist()
+    running = set(serials)
+    _require(len(running) == len(serials), "a request holds one row", serials=np.array(serials))
+    _require(set(state.admitted) == running, "who holds a row is on record", admitted=len(state.admitted))
+    waiting = _waiting_serials(state.waiting)
+    _require(waiting.isdisjoint(running), "a request waits or runs, not both", waiting=len(waiting))
 
     if frontier is not None:
         lead = np.where(alive, np.asarray(frontier) - committed, 0)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from jspec.scheduler import Planned, Settled
 from jspec.state.batches import ForwardMode, ScheduleBatch
@@ -160,8 +161,7 @@ def planned_frame(state: SchedulerState, batch: ScheduleBatch | None, left) -> l
     mode = batch.forward_mode
     prompts, running = (None, batch) if mode is ForwardMode.DECODE else (batch, batch.tails)
     parts = [part for part in (prompts, running) if part is not None]
-    rows = [part.rows.tolist() for part in parts]
-    index = [row for part in rows for row in part]
+    index = parts[0].rows if len(parts) == 1 else np.concatenate([part.rows for part in parts])
     requests, ledger = state.requests, state.ledger
     columns = (
         requests.output_len,
@@ -170,7 +170,7 @@ def planned_frame(state: SchedulerState, batch: ScheduleBatch | None, left) -> l
         ledger.cache_protected_len,
         requests.epoch,
     )
-    clocks = [list(row) for row in zip(*(column[index].tolist() for column in columns), strict=True)]
+    clocks = [list(row) for row in zip(*[column[index].tolist() for column in columns], strict=True)]
     pages = [[page for page in row if page > 0] for part in parts for row in part.new_pages.tolist()]
     of_prompts = [] if prompts is None else prompts.rows.tolist()
     of_running = [] if running is None else running.rows.tolist()

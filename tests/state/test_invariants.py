@@ -218,12 +218,12 @@ def test_a_frontier_that_ran_away_is_caught(name):
 
 def test_every_invariant_has_a_case():
     """The names in the source are the names tried here: a new `_require` needs a state that breaks it."""
-    calls = [
-        node
-        for node in ast.walk(ast.parse(inspect.getsource(invariants)))
-        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "_require"
-    ]
-    names = [call.args[1].value for call in calls]
+    calls = [node for node in ast.walk(ast.parse(inspect.getsource(invariants))) if isinstance(node, ast.Call)]
+    of = {
+        kind: [c.args for c in calls if getattr(c.func, "id", "") == kind] for kind in ("_require", "_require_of_rows")
+    }
+    facts = [*of["_require"], *(fact.elts for (table,) in of["_require_of_rows"] for fact in table.elts)]
+    names = [name.value for _, name, *_ in facts if isinstance(name, ast.Constant)]
     assert len(names) == len(set(names)) == 30
     assert set(names) == {*BROKEN, *FRONTIER}
 
@@ -242,7 +242,7 @@ def test_a_sound_state_passes():
 def test_the_message_names_rows_and_values():
     run = sound()
     state = BROKEN["a reserved length is page aligned"][0](run.state)
-    with pytest.raises(InvariantError, match=re.escape("fails at index [1]: allocated=[15]")):
+    with pytest.raises(InvariantError, match=re.escape("fails at index [1]: protected=[4], committed=[9], allocated=[15]")):
         check(state, limits=run.limits)
 
 
