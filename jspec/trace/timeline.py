@@ -99,7 +99,9 @@ class Iteration:
     planned: int
     dispatched: int
     lines: list[Line]
-    left: list[tuple[int, int, str]]  # (rank, serial, reason or "retracted") of those who lost their rows in its plan
+    left: list[
+        tuple[int, int, str]
+    ]  # (rank, serial, reason or "retracted") of those who lost their rows in its plan, or in one since the iteration before that launched nothing
     pages: tuple[int, int, int]  # free, cached, held by running requests alone, after its plan
     waiting: int  # requests that hold no row
     waited: int | None = None  # the host began to wait for the outcome
@@ -153,6 +155,7 @@ def timeline(recording: Recording, *, checked: bool = False) -> Timeline:
     line = Timeline(recording.header, {}, [], 0, recording.broken)
     by_iter: dict[int, Iteration] = {}
     unsettled: list[Iteration] = []
+    left: list[tuple[int, int, str]] = []
     for moment in replay(recording, checked=checked):
         kind, *fields = moment.frame
         if kind == "submit":
@@ -167,8 +170,10 @@ def timeline(recording: Recording, *, checked: bool = False) -> Timeline:
             if any(request.serial == serial for request in moment.before[rank].waiting):
                 life.ended, life.finish_reason = t, FinishReason.ABORT.name
         elif kind == "plan":
-            iteration = _planned(line, moment)
+            left += _left(line, moment)
+            iteration = _planned(line, moment, left)
             if iteration is not None:
+                left = []
                 line.iterations.append(iteration)
                 by_iter[iteration.forward_iter] = iteration
                 unsettled.append(iteration)
@@ -191,8 +196,9 @@ def pages_of(states: tuple[SchedulerState, ...]) -> tuple[int, int, int]:
     return free, cached, sum(total_pages(state.ledger) for state in states) - free - cached
 
 
-def _planned(line: Timeline, moment: Moment) -> Iteration | None:
-    _, (begun, planned, dispatched), depth, _ = moment.frame
+def _left(line: Timeline, moment: Moment) -> list[tuple[int, int, str]]:
+    """Who lost a row in a plan, and why; their lives are told."""
+    _, (_, planned, _), *_ = moment.frame
     left = []
     for rank, item in enumerate(moment.planned):
         for gone in item.left:
@@ -203,6 +209,12 @@ def _planned(line: Timeline, moment: Moment) -> Iteration | None:
             else:
                 life.ended, life.finish_reason, life.num_tokens = planned, gone.reason.name, gone.output_len
                 left.append((rank, gone.serial, gone.reason.name))
+    return left
+
+
+def _planned(line: Timeline, moment: Moment, left: list[tuple[int, int, str]]) -> Iteration | None:
+    """The iteration that a plan launches, if it does."""
+    _, (begun, planned, dispatched), depth, _ = moment.frame
     if all(item.batch is None for item in moment.planned):
         return None
     lines = []

@@ -242,7 +242,9 @@ def test_a_sound_state_passes():
 def test_the_message_names_rows_and_values():
     run = sound()
     state = BROKEN["a reserved length is page aligned"][0](run.state)
-    with pytest.raises(InvariantError, match=re.escape("fails at index [1]: protected=[4], committed=[9], allocated=[15]")):
+    with pytest.raises(
+        InvariantError, match=re.escape("fails at index [1]: protected=[4], committed=[9], allocated=[15]")
+    ):
         check(state, limits=run.limits)
 
 

@@ -3,11 +3,12 @@
 import re
 
 import pytest
-from engine.kit import markov_continuation
+from engine.kit import build, greedy, markov, markov_continuation
 from typer.testing import CliRunner
 
 from jspec import SamplingParams
 from jspec.cli import app
+from jspec.trace.format import read_trace
 from jspec.trace.timeline import FIELDS, timeline
 
 from .kit import EOS, RIGHT, WORKERS, WRONG, Watched, encoded, everything_of, frames_of, record, two_requests
@@ -330,3 +331,19 @@ def test_a_prompt_is_kept_to_know_it_by_and_no_longer():
     assert life.prompt == " ".join(map(str, [*range(50), WRONG]))[:200]
     (life, *_) = timeline(everything_of("oracle").recording).requests.values()
     assert len(life.prompt) == 120 and life.prompt.isalpha(), "two letters a token"
+
+
+def test_who_left_in_a_plan_that_launched_nothing_is_told_by_the_next(tmp_path):
+    """The only request ends in the middle of its prompt, so its plan launches nothing; another comes later."""
+    path = tmp_path / "run.jspec"
+    engine = build(markov(), page_size=4, max_prefill_tokens=8, prefill_buckets=(8,), overlap=False, trace=str(path))
+    engine.submit([1] * 30, greedy(4), rid="gone")
+    engine.step()
+    engine.abort("gone")
+    while engine.has_work:
+        list(engine.step())
+    engine.generate([[2, 3]], greedy(3))
+    engine.close()
+    iterations = timeline(read_trace(path)).iterations
+    assert [iteration.left for iteration in iterations if iteration.left] == [[(0, 1, "ABORT")]]
+    assert iterations[1].left and not any("gone" == line.rid for line in iterations[1].lines)
