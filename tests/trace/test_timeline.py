@@ -346,4 +346,4 @@ def test_who_left_in_a_plan_that_launched_nothing_is_told_by_the_next(tmp_path):
     engine.close()
     iterations = timeline(read_trace(path)).iterations
     assert [iteration.left for iteration in iterations if iteration.left] == [[(0, 1, "ABORT")]]
-    assert iterations[1].left and not any("gone" == line.rid for line in iterations[1].lines)
+    assert iterations[1].left and not any(line.rid == "gone" for line in iterations[1].lines)
