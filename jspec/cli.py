@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from jspec.cli_dspark import calibrate, profile
 from jspec.cli_errors import print_error, usage_errors
 from jspec.cli_explore import explore
 from jspec.cli_sim import bench_sim
@@ -30,6 +31,8 @@ app.command("tpu-report")(tpu_report)
 bench.command("sim")(bench_sim)
 app.command("explore")(explore)
 app.add_typer(trace_commands, name="trace")
+app.add_typer(profile, name="profile")
+app.add_typer(calibrate, name="calibrate")
 
 Model = Annotated[str, typer.Option(help='A GGUF file, a Hugging Face directory, or "smollm2".')]
 Algorithm = Annotated[

@@ -132,7 +132,9 @@ class Contents:
 
         return HostLaunch(batch.rows, batch.epochs, tokens_of)
 
-    def host_outcome(self, launched: Launched, settled: Settled, words: np.ndarray) -> HostOutcome:
+    def host_outcome(
+        self, launched: Launched, settled: Settled, result: GenerationBatchResult, words: np.ndarray
+    ) -> HostOutcome:
         """A settled launch whose tokens were appended, for the worker's host side."""
         lengths = dict(zip(launched.rows.tolist(), (settled.start + settled.num_new).tolist(), strict=True))
         finished = settled.finish_reason != FinishReason.NONE
@@ -141,6 +143,7 @@ class Contents:
             launched.epochs,
             settled.live,
             finished,
+            result.accept_lens,
             words,
             lambda row: self._text(row, lengths[row]),
         )

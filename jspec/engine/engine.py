@@ -517,7 +517,7 @@ class Engine:
             state, launched, settled = settle_oldest(state, result)
             contents.append(launched, settled, result)
             if self.worker.host is not None:
-                seen = contents.host_outcome(launched, settled, words)
+                seen = contents.host_outcome(launched, settled, result, words)
                 hosts.append(self.worker.host.observe(loop.hosts[rank], seen))
             if tables:
                 own = [table[rank] for table in tables]

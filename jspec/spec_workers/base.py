@@ -118,6 +118,7 @@ class HostOutcome(NamedTuple):
     epochs: Any  # i32[B]  when it was planned
     live: Any  # bool[B]  the row still belongs to the request that it was launched for
     finished: Any  # bool[B]  and that request ends here
+    accept_lens: Any  # i32[B]  tokens that the launch emitted
     words: Any  # i32[B, outcome_words]; of no rows after a prefill
     tokens_of: Callable[[int], Any]  # of live rows, this launch's tokens included
 
