@@ -114,6 +114,7 @@ def config_of(config: EngineConfig, num_rows: int) -> EngineConfig:
         kernels=config.kernels,
         max_running=num_rows,
         prefix_cache=False,
+        mixed_batches=False,
     )
 
 
