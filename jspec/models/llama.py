@@ -92,29 +92,39 @@ class LlamaLayer(nn.Module):
         self.gate_up = self.param("gate_up", init, (2 * c.intermediate_size, c.hidden_size), self.dtype)
         self.down = self.param("down", init, (c.hidden_size, c.intermediate_size), self.dtype)
 
-    def __call__(self, x, kv_pages, batch: ForwardBatch, cos, sin, norms, qkv_bias, qk_norms):
-        """x[T, H] -> (x[T, H], kv_pages)."""
-        eps = self.config.rms_norm_eps
-        mixed, kv_pages = self.attend(rms_norm(x, norms[0], eps), kv_pages, batch, cos, sin, qkv_bias, qk_norms)
-        x = x + self.summed(project(mixed, self.o)).astype(self.dtype)
-        return x + self.mlp(rms_norm(x, norms[1], eps)).astype(self.dtype), kv_pages
+    def __call__(self, x, kv_pages, batch: ForwardBatch, cos, sin, norms, qkv_bias, qk_norms, adapter, adapted):
+        """x[T, H] -> (x[T, H], kv_pages). `adapter`: of this layer, see `jspec.models.lora`; {} where there is none."""
+        eps, change = self.config.rms_norm_eps, functools.partial(self.change, adapter, adapted)
+        read = rms_norm(x, norms[0], eps)
+        mixed, kv_pages = self.attend(read, kv_pages, batch, cos, sin, qkv_bias, qk_norms, change)
+        x = x + self.summed(change("o", mixed, project(mixed, self.o))).astype(self.dtype)
+        return x + self.mlp(rms_norm(x, norms[1], eps), change).astype(self.dtype), kv_pages
 
-    def mlp(self, x):
+    def change(self, adapter, adapted, name: str, x, out):
+        """`out`, the product of `x` and the matrix `name`, with what the adapter adds to it in the rows `adapted`."""
+        if name not in adapter:
+            return out
+        low = adapter[name]
+        more = project(project(x, low["a"]).astype(self.dtype), low["b"])
+        return jnp.where(adapted[:, None], out + more, out)
+
+    def mlp(self, x, change):
         """SwiGLU. Ranks hold a part of it each, and run it on the tokens of all: x[T, H] -> f32[T, H]."""
         if self.ranks is not None:
             x = lax.all_gather(x, self.ranks, tiled=True)
-        gate, up = jnp.split(project(x, self.gate_up), 2, axis=-1)
-        part = project((nn.silu(gate) * up).astype(self.dtype), self.down)
+        gate, up = jnp.split(change("gate_up", x, project(x, self.gate_up)), 2, axis=-1)
+        inner = (nn.silu(gate) * up).astype(self.dtype)
+        part = change("down", inner, project(inner, self.down))
         return self.summed(part) if self.ranks is None else lax.psum_scatter(part, self.ranks, tiled=True)
 
     def summed(self, part):
         """A product of which each device has a part."""
         return part if self.axis is None else lax.psum(part, self.axis)
 
-    def attend(self, x, kv_pages, batch: ForwardBatch, cos, sin, qkv_bias, qk_norms):
+    def attend(self, x, kv_pages, batch: ForwardBatch, cos, sin, qkv_bias, qk_norms, change):
         """x[T, H] -> (attention output[T, Hq * D], kv_pages with this layer's KV written)."""
         c = self.config
-        heads = project(x, self.qkv)
+        heads = change("qkv", x, project(x, self.qkv))
         if qkv_bias is not None:
             heads = heads + qkv_bias
         heads = heads.reshape(-1, c.qkv_heads, c.head_dim)
@@ -153,15 +163,19 @@ class Llama(nn.Module):
         self.qkv_bias = self.param("qkv_bias", zeros, bias_shape, jnp.float32) if c.qkv_bias else none
         self.qk_norms = self.param("qk_norms", ones, norm_shape, jnp.float32) if c.qk_norm else none
 
-    def __call__(self, batch: ForwardBatch, kv_pages, capture_layers: tuple[int, ...] = ()) -> ForwardOutput:
-        """See `TargetModel.forward`."""
+    def __call__(
+        self, batch: ForwardBatch, kv_pages, capture_layers: tuple[int, ...] = (), adapter=None, adapted=None
+    ) -> ForwardOutput:
+        """See `TargetModel.forward` and `TargetModel.forward_adapted`."""
         c = self.config
         cos, sin = angles(batch.positions, inverse_frequencies(c.head_dim, c.rope_theta, c.rope_scaling))
         x = self.embedded(batch.input_ids)
         after = []
         # Unrolled: a scan over layers would copy the weights and the pool on CPU.
         for i, layer in enumerate(self.layer):
-            x, kv_pages = layer(x, kv_pages, batch, cos, sin, self.norms[i], self.qkv_bias[i], self.qk_norms[i])
+            vectors = (self.norms[i], self.qkv_bias[i], self.qk_norms[i])
+            low = {} if adapter is None else adapter.get(f"layer_{i}", {})
+            x, kv_pages = layer(x, kv_pages, batch, cos, sin, *vectors, low, adapted)
             after.append(x)
         captured = [after[i] for i in capture_layers]
         stacked = jnp.stack(captured, axis=1) if captured else jnp.zeros((x.shape[0], 0, c.hidden_size), x.dtype)
@@ -237,6 +251,11 @@ def _functions(config: LlamaConfig, kernels: str, dtype: Any, mesh: Mesh | None)
 
         return run(params, batch, kv_pages)
 
+    def forward_adapted(params, adapter, adapted, batch: ForwardBatch, kv_pages) -> ForwardOutput:
+        if mesh is not None:
+            raise ValueError("an adapter runs on one device: build the target without a mesh")
+        return apply({"params": params}, batch, kv_pages, (), adapter, adapted)
+
     def logits(params, hidden: jax.Array) -> jax.Array:
         @split(mesh, (params_spec, whole), PartitionSpec(*[None] * (hidden.ndim - 1), AXIS))
         def run(params, hidden):
@@ -257,6 +276,7 @@ def _functions(config: LlamaConfig, kernels: str, dtype: Any, mesh: Mesh | None)
     return {
         "init_kv": init_kv,
         "forward": forward,
+        "forward_adapted": forward_adapted,
         "logits": logits,
         "move_kv": move_kv,
         "embedding": embedding,

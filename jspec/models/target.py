@@ -32,6 +32,8 @@ class TargetModel(NamedTuple):
 
     * `init_kv(num_pages, page_size) -> kv_pages`: zeros for page ids `0..num_pages` (page 0 is the sink for padding).
     * `forward(params, batch: ForwardBatch, kv_pages, *, capture_layers: tuple[int, ...] = ()) -> ForwardOutput`.
+    * `forward_adapted(params, adapter, adapted: bool[T], batch, kv_pages) -> ForwardOutput`: the rows `adapted` go through the weights with a low-rank adapter
+      (`jspec.models.lora`), all others through the very weights of `forward`. Not every model has it.
     * `logits(params, hidden[..., H]) -> f32[..., V]`.
     * `move_kv(kv_pages, source: i32[T], target: i32[T]) -> kv_pages`: copies the KV of tokens from slot to slot, see `kv_move`.
     * `embedding(params) -> [V, H]` and `head(params) -> [V, H]`: what a draft shares with its target.
@@ -48,6 +50,7 @@ class TargetModel(NamedTuple):
     embedding: Callable[..., Any]
     head: Callable[..., Any]
     agreed: Callable[..., Any] = lambda value: value
+    forward_adapted: Callable[..., ForwardOutput] | None = None
     kernels: str = "xla"  # what its kernels run on: a draft's follow
     mesh: Any = (
         None  # devices that share it, see `jspec.models.parallel`; None: one. A draft runs whole on each of them

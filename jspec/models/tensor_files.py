@@ -181,6 +181,7 @@ def save_tensors(
     token_ids: Any = None,
     vocab_size: int = 0,
     record: Mapping[str, Any] | None = None,
+    names: tuple[str, str] = (CONFIG, WEIGHTS),
 ) -> None:
     """Write a directory. Files are replaced whole: a reader sees the old or the new one.
 
@@ -191,6 +192,7 @@ def save_tensors(
       storage: of the matrices: "float32", "bfloat16" or "int8"; vectors are f32.
       token_ids: i32[Vd], the target's id of each draft id, of `vocab_size`; None: they are the same.
       record: how the draft came to be, written to `training.json`.
+      names: of the files.
     Raises:
       ValueError: `storage` is unknown, or a weight is not finite; nothing was written by then.
     """
@@ -210,9 +212,9 @@ def save_tensors(
     stored = {name: np.ascontiguousarray(value) for name, value in stored.items()}
     folder = pathlib.Path(path)
     folder.mkdir(parents=True, exist_ok=True)
-    with replacing(folder / WEIGHTS) as new:
+    with replacing(folder / names[1]) as new:
         new.write_bytes(safetensors.numpy.save(stored, metadata={"format": "pt"}))
-    texts: dict[str, Mapping[str, Any]] = {CONFIG: config}
+    texts: dict[str, Mapping[str, Any]] = {names[0]: config}
     if record is not None:
         texts[RECORD] = dict(record)
     for name, content in texts.items():
@@ -237,14 +239,25 @@ def existing(folder: pathlib.Path, name: str) -> pathlib.Path:
     Raises:
       FileNotFoundError: it is missing.
     """
+    return existing_file(folder, name, names=(CONFIG, WEIGHTS), what="a draft")
+
+
+def existing_file(folder: pathlib.Path, name: str, *, names: tuple[str, str], what: str) -> pathlib.Path:
+    """The file `name` of a directory that must hold the files `names`, the second one of tensors.
+
+    Raises:
+      FileNotFoundError: it is missing.
+    """
     file = folder / name
     if file.exists():
         return file
     if not folder.exists():
-        raise FileNotFoundError(f"{folder} does not exist: give the directory of a draft, with {CONFIG} and {WEIGHTS}")
-    other = name == WEIGHTS and sorted(p.name for p in folder.glob("*.bin"))
-    hint = f"convert {other[0]} to safetensors" if other else "give the directory of a complete draft"
-    raise FileNotFoundError(f"{file} is missing: a draft must have it; {hint}")
+        raise FileNotFoundError(
+            f"{folder} does not exist: give the directory of {what}, with {names[0]} and {names[1]}"
+        )
+    other = name == names[1] and sorted(p.name for p in folder.glob("*.bin"))
+    hint = f"convert {other[0]} to safetensors" if other else f"give the directory of {what} that is complete"
+    raise FileNotFoundError(f"{file} is missing: {what} must have it; {hint}")
 
 
 def _check_finite(what: str, value: np.ndarray, way_out: str) -> None:

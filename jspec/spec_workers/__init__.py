@@ -10,6 +10,7 @@ from jspec.spec_workers.multi_layer_eagle import multi_layer_eagle
 from jspec.spec_workers.ngram import ngram
 from jspec.spec_workers.plain import plain
 from jspec.spec_workers.registry import ALGORITHMS, Algorithm, algorithms, build_worker, check_algorithm, for_algorithm
+from jspec.spec_workers.uno import uno
 
 __all__ = [
     "ALGORITHMS",
@@ -33,4 +34,5 @@ __all__ = [
     "multi_layer_eagle",
     "ngram",
     "plain",
+    "uno",
 ]

@@ -179,7 +179,7 @@ def verify_chain(
     if draft_probs is not None:
         tokens, accept_lens = jax.lax.cond(
             jnp.any(by_rejection),
-            lambda: _select(
+            lambda: select(
                 by_rejection,
                 accept_rejection(device.sampling, rows, candidates, logits, draft_probs(), num_drafts, positions),
                 (tokens, accept_lens),
@@ -191,7 +191,7 @@ def verify_chain(
     return publish_run(target, params, begun, inputs, handoff, finite, output_stride=output_stride, words=words)
 
 
-def _select(chosen, ours, others):
+def select(chosen, ours, others):
     """Row by row, `ours` where `chosen: bool[B]`."""
     return tuple(jnp.where(chosen.reshape(-1, *[1] * (a.ndim - 1)), a, b) for a, b in zip(ours, others, strict=True))
 

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 from jspec.config import EngineConfig
 from jspec.models.draft_files import AnyDraft, load_draft
+from jspec.models.loading import SMOLLM2
+from jspec.models.lora import load_lora
 from jspec.models.shipped_drafts import find_draft
 from jspec.models.target import TargetModel
 from jspec.spec_workers.base import SpecWorker
@@ -20,6 +22,7 @@ from jspec.spec_workers.eagle_sizes import EagleSizes
 from jspec.spec_workers.multi_layer_eagle import multi_layer_eagle
 from jspec.spec_workers.ngram import ngram
 from jspec.spec_workers.plain import plain
+from jspec.spec_workers.uno import uno
 
 ENTRY_POINTS = "jspec.algorithms"
 """Group of entry points under which a package offers an `Algorithm` of its own."""
@@ -87,6 +90,11 @@ def _block(target: TargetModel, config: EngineConfig) -> Any:
     return draft
 
 
+def _uno(target: TargetModel, config: EngineConfig) -> SpecWorker:
+    lora = load_lora(_draft_path(config), target, base=config.model if config.model == SMOLLM2 else "")
+    return uno(target, lora, block_size=config.num_draft_tokens, rejection_sampling=config.rejection_sampling)
+
+
 def _acceptance(config: EngineConfig) -> dict[str, Any]:
     return {"rejection_sampling": config.rejection_sampling, "lossy_threshold": config.lossy_threshold}
 
@@ -148,6 +156,12 @@ ALGORITHMS: dict[str, Algorithm] = {
         _dspark,
         ("dspark",),
         ("num_draft_tokens", "draft", "ragged_verify", "sps", "sts"),
+    ),
+    "uno": Algorithm(
+        "the model drafts for itself, rows of noise going through an adapter: two forwards a step, two tokens at least",
+        _uno,
+        ("uno",),
+        ("num_draft_tokens", "draft", "rejection_sampling"),
     ),
 }
 

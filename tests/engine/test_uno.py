@@ -1,0 +1,264 @@
+"""UNO under overlap: two passes of one model say what plain decoding says, whatever its adapter."""
+
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from engine import laws
+from engine.kit import (
+    ACCEPT,
+    CONTEXT,
+    VOCAB,
+    assert_idle,
+    build,
+    greedy,
+    markov,
+    markov_continuation,
+    markov_table,
+    mixed_params,
+    prompts_of,
+    slow_greedy,
+    transformer,
+    wrong_tokens,
+)
+
+from jspec import EngineConfig, SamplingParams
+from jspec.models.lora import MODULES, Lora, LoraConfig, fuse_lora, init_lora, load_lora, save_lora
+from jspec.models.tiny import bigram_target, random_target
+from jspec.spec_workers import build_worker, plain, uno
+from jspec.spec_workers.forward import prefill_batch
+
+TOKENS, BLOCK = 24, 4
+
+
+@functools.cache
+def wanted(prompt: tuple[int, ...], length: int = TOKENS) -> list[int]:
+    return slow_greedy(transformer(), list(prompt), length)
+
+
+def random_parts(config: LoraConfig, target, seed: int = 0, spread: float = 0.2):
+    rng = np.random.default_rng(seed)
+    parts = init_lora(jax.random.key(0), config, target)
+    return jax.tree.map(lambda x: jnp.asarray(rng.normal(0, spread, x.shape), jnp.float32), parts)
+
+
+def random_lora(target, seed: int = 0, **options) -> Lora:
+    config = LoraConfig(**{"rank": 2, "alpha": 4.0, "block_size": BLOCK, **options})
+    return Lora(config, fuse_lora(config, random_parts(config, target, seed), target, jnp.float32))
+
+
+def foreseeing(target, table, *, wrong_after=()):
+    """`target`, whose adapted rows propose what a table says follows the pending token, whatever the noise."""
+    follows, wrong = jnp.asarray(table, jnp.int32), jnp.isin(jnp.arange(VOCAB), jnp.asarray(wrong_after, jnp.int32))
+    # What the head of a table's target is shown of a token.
+    shown = target.embedding(target.params) / np.sqrt(1 / VOCAB + target.config.rms_norm_eps)
+
+    def forward_adapted(params, adapter, adapted, batch, kv_pages):
+        out = target.forward_adapted(params, adapter, adapted, batch, kv_pages)
+        token = batch.input_ids.reshape(-1, batch.query_len)[:, 0]
+        rows = [shown[token]]
+        for _ in range(batch.query_len - 1):
+            token = follows[token]
+            rows.append(shown[jnp.where(wrong[token], (token + 1) % VOCAB, token)])
+        hidden = jnp.stack(rows, axis=1).reshape(out.hidden.shape)
+        return out._replace(hidden=jnp.where(adapted[:, None], hidden, out.hidden))
+
+    return target._replace(forward_adapted=forward_adapted)
+
+
+def assert_greedy(engine, counts=(1, 3, 8)) -> set[int]:
+    """Returns the accept lengths that came up, but for those of last steps, which are cut short."""
+    lens: set[int] = set()
+    for count in counts:
+        prompts = prompts_of(count, seed=count)
+        for prompt, output in zip(prompts, engine.generate(prompts, greedy(TOKENS)), strict=True):
+            assert output.token_ids == wanted(tuple(prompt))
+            assert len(output.token_ids) == 1 + sum(output.accept_lens) and min(output.accept_lens[:-1]) >= 2
+            lens |= set(output.accept_lens[:-1])
+        assert_idle(engine)
+    return lens
+
+
+FAST = [(1, True), (16, False)]
+
+
+@pytest.mark.parametrize(
+    ("page_size", "overlap"),
+    [
+        pytest.param(page, overlap, marks=() if (page, overlap) in FAST else pytest.mark.slow)
+        for page in (1, 4, 16, 64)
+        for overlap in (True, False)
+    ],
+)
+def test_greedy_equals_full_recompute(page_size, overlap):
+    worker = uno(transformer(), random_lora(transformer()))
+    engine = build(transformer(), worker=worker, page_size=page_size, overlap=overlap, max_running=8)
+    assert {2, 3} <= assert_greedy(engine), "the adapter was never right, or always: the test shows little"
+    assert engine.summary().compiles_after_warmup == 0
+
+
+def known_lens(token: int, num_tokens: int) -> list[int]:
+    """By hand: the root is right; the proposal after token `t` is right unless `t` is one of the wrong ones."""
+    text, wrong = [token, *markov_continuation(token, num_tokens + 2 * BLOCK)], wrong_tokens()
+    lens, emitted = [], 1
+    while emitted < num_tokens:
+        run = 2
+        while run < BLOCK + 1 and text[emitted + run - 1] not in wrong:
+            run += 1
+        lens.append(min(run, num_tokens - emitted))
+        emitted += run
+    return lens
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no-overlap"])
+def test_known_accept_lengths(overlap):
+    target = foreseeing(markov(), markov_table(), wrong_after=wrong_tokens())
+    engine = build(markov(), worker=uno(target, random_lora(markov())), page_size=4, overlap=overlap, max_running=8)
+    for level in (*ACCEPT, "every"):
+        prompts = prompts_of(6, seed=6)
+        if level != "every":
+            prompts = [[*prompt[:-1], ACCEPT[level][i]] for i, prompt in enumerate(prompts)]
+        for prompt, output in zip(prompts, engine.generate(prompts, greedy(TOKENS)), strict=True):
+            assert output.token_ids == markov_continuation(prompt[-1], TOKENS)
+            assert output.accept_lens == known_lens(prompt[-1], TOKENS)
+    assert_idle(engine)
+
+
+def test_the_adapter_touches_its_rows_only():
+    """Base rows bit for bit those of the plain forward, hidden state and KV; adapted rows are not."""
+    target, lora = transformer(), random_lora(transformer())
+    one, table = jnp.ones(1, jnp.int32), jnp.arange(1, 4, dtype=jnp.int32)[None]
+    batch, _ = prefill_batch(jnp.arange(10, dtype=jnp.int32), one, one - 1, 10 * one, table, page_size=4)
+    kv = target.init_kv(3, 4)
+    plainly = target.forward(target.params, batch, kv)
+    adapted = jnp.arange(batch.input_ids.shape[0]) >= 6
+    mixed = target.forward_adapted(target.params, lora.params, adapted, batch, kv)
+    np.testing.assert_array_equal(mixed.hidden[:6], plainly.hidden[:6])
+    assert (np.abs(mixed.hidden[6:10] - plainly.hidden[6:10]).max(axis=1) > 1e-3).all()
+    nobody = target.forward_adapted(target.params, lora.params, jnp.zeros_like(adapted), batch, kv)
+    jax.tree.map(np.testing.assert_array_equal, nobody, plainly)
+
+
+def test_chunks_tails_retraction_and_prefix_hits_change_nothing():
+    shared = prompts_of(1, seed=77, shortest=24, longest=24)[0]
+    prompts = [*prompts_of(5, seed=5, shortest=20), *[[*shared, i, i + 1] for i in range(4)]]
+    engine = build(
+        transformer(),
+        worker=uno(transformer(), random_lora(transformer())),
+        page_size=4,
+        max_running=4,
+        kv_tokens=160,
+        max_prefill_tokens=16,
+        mixed_batches=True,
+        schedule_conservativeness=0.1,
+    )
+    outputs = engine.generate(prompts, greedy(TOKENS))
+    assert [o.token_ids for o in outputs] == [wanted(tuple(prompt)) for prompt in prompts]
+    assert sum(o.retractions for o in outputs) > 0 and sum(o.cached_tokens for o in outputs) > 0
+    assert_idle(engine)
+
+
+def test_the_context_can_be_filled_to_its_end():
+    engine = build(markov(), worker=uno(foreseeing(markov(), markov_table()), random_lora(markov())))
+    output = engine.generate([[1] * (CONTEXT - 30)], greedy(60))[0]
+    assert output.finish_reason == "length" and output.token_ids == markov_continuation(1, 30)
+
+
+WISHES = [
+    *mixed_params(TOKENS),
+    SamplingParams(max_new_tokens=TOKENS, repetition_penalty=1.4, frequency_penalty=0.3, temperature=0.9, seed=3),
+    SamplingParams(max_new_tokens=TOKENS, presence_penalty=0.8, logit_bias={5: 2.0}),
+    SamplingParams(max_new_tokens=TOKENS, logprobs=2),
+]
+
+
+def test_every_wish_is_honoured_as_by_plain_decoding():
+    """Sampling, penalties, biases, log-probabilities, in one batch: root and run alike."""
+    prompts = prompts_of(len(WISHES), seed=5, shortest=4)
+    alone = build(transformer(), worker=plain(transformer()), overlap=False, max_running=1)
+    told = [alone.generate([prompt], params)[0] for prompt, params in zip(prompts, WISHES, strict=True)]
+    engine = build(transformer(), worker=uno(transformer(), random_lora(transformer())), max_running=16)
+    for found, want in zip(engine.generate(prompts, WISHES), told, strict=True):
+        assert found.token_ids == want.token_ids
+        for ours, theirs in zip(found.logprobs or [], want.logprobs or [], strict=True):
+            assert ours.token_id == theirs.token_id and ours.top.keys() == theirs.top.keys()
+            assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-3)
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize("filters", ["plain", pytest.param("top-k and top-p", marks=pytest.mark.slow)])
+def test_rejection_keeps_the_joint_law_of_four_tokens(filters):
+    """20,000 requests, each its own seed, entering and leaving a batch of 64."""
+    target, draws = bigram_target(laws.TABLE, num_layers=1, num_heads=1, context_len=64), 20_000
+    worker = uno(target, random_lora(target, block_size=3), rejection_sampling=True)
+    engine = build(target, worker=worker, max_running=64, checked=False, page_size=4)
+    params = [SamplingParams(max_new_tokens=laws.TOKENS, seed=s, **laws.FILTERS[filters]) for s in range(draws)]
+    outputs = engine.generate([[1]] * draws, params)
+    laws.assert_law([o.token_ids for o in outputs], laws.joint(1, laws.FILTERS[filters]), draws)
+
+
+# --- files -------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("modules", [MODULES, ("q_proj", "v_proj", "up_proj"), ("o_proj",)])
+def test_an_adapter_is_saved_and_loaded(tmp_path, modules):
+    config = LoraConfig(rank=3, alpha=6.0, modules=modules, base="some", block_size=5)
+    parts = random_parts(config, transformer())
+    save_lora(tmp_path, config, parts)
+    again = load_lora(tmp_path, transformer(), base="some")
+    assert again.config == config
+    jax.tree.map(np.testing.assert_array_equal, again.params, fuse_lora(config, parts, transformer(), jnp.float32))
+
+
+def test_fused_parts_are_what_the_parts_do():
+    """A product with the fused adapter, against each module on its own."""
+    config = LoraConfig(rank=3, alpha=6.0, modules=("q_proj", "v_proj"))
+    parts = random_parts(config, transformer())
+    fused = fuse_lora(config, parts, transformer(), jnp.float32)["layer_1"]["qkv"]
+    x = np.random.default_rng(0).normal(size=(5, 64)).astype(np.float32)
+    own = {name: 2.0 * x @ np.asarray(pair["a"]).T @ np.asarray(pair["b"]).T for name, pair in parts["layer_1"].items()}
+    want = np.concatenate([own["q_proj"], np.zeros((5, 32), np.float32), own["v_proj"]], axis=1)
+    np.testing.assert_allclose(x @ np.asarray(fused["a"]).T @ np.asarray(fused["b"]).T, want, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "pieces"),
+    [
+        ({"r": 0}, ["r=0 must be at least 1"]),
+        ({"r": 5}, ["lora_A.weight", "its config says"]),
+        ({"lora_alpha": -1}, ["lora_alpha=-1.0 must be positive"]),
+        ({"target_modules": ["q_proj", "lm_head"]}, ["target_modules=['q_proj', 'lm_head']"]),
+        ({"use_dora": True}, ["use_dora=True is not implemented"]),
+        ({"base_model_name_or_path": "other"}, ["base_model_name_or_path='other' must be 'some'"]),
+        ({"uno_config": {"block_size": 1}}, ["block_size=1 must be at least 2"]),
+        ({"target_modules": "all-linear"}, ["target_modules='all-linear' is missing or of another type"]),
+    ],
+)
+def test_a_bad_adapter_names_its_field(tmp_path, changes, pieces):
+    config = LoraConfig(rank=2, alpha=4.0, base="some", block_size=4)
+    save_lora(tmp_path, config, random_parts(config, transformer()))
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    with pytest.raises(ValueError) as error:
+        load_lora(tmp_path, transformer(), base="some")
+    assert all(piece in str(error.value) for piece in (str(tmp_path), *pieces)), str(error.value)
+
+
+def test_an_adapter_of_another_base_and_a_missing_one(tmp_path):
+    config = LoraConfig(rank=2, alpha=4.0, block_size=4)
+    save_lora(tmp_path, config, random_parts(config, transformer()))
+    with pytest.raises(ValueError, match="has shape"):
+        load_lora(tmp_path, random_target(0, vocab_size=VOCAB, hidden_size=32))
+    with pytest.raises(ValueError, match="holds tensor"):
+        load_lora(tmp_path, random_target(0, vocab_size=VOCAB, num_layers=1))
+    with pytest.raises(FileNotFoundError, match="gone does not exist: give the directory of an adapter"):
+        load_lora(tmp_path / "gone", transformer())
+    config = EngineConfig(algorithm="uno", draft=str(tmp_path), num_draft_tokens=6)
+    assert build_worker(transformer(), config).alloc_len == 7
+    with pytest.raises(ValueError, match="block_size=1 must be at least 2"):
+        uno(transformer(), random_lora(transformer()), block_size=1)
+    with pytest.raises(ValueError, match="takes an adapter"):
+        uno(transformer()._replace(forward_adapted=None), random_lora(transformer()))
