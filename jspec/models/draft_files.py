@@ -13,11 +13,13 @@ from jspec.models.block_draft_layout import is_block_draft
 from jspec.models.draft import DraftModel
 from jspec.models.eagle_files import load_draft as load_eagle_draft
 from jspec.models.eagle_files import save_draft as save_eagle_draft
+from jspec.models.frozen_kv_draft import FrozenKVDraft
+from jspec.models.frozen_kv_files import is_frozen_kv, load_frozen_kv, save_frozen_kv
 from jspec.models.json_files import read_json
 from jspec.models.target import TargetModel
 from jspec.models.tensor_files import CONFIG, existing
 
-AnyDraft = DraftModel | BlockDraftModel
+AnyDraft = DraftModel | BlockDraftModel | FrozenKVDraft
 
 
 def load_draft(path: str | os.PathLike[str], target: TargetModel, *, dtype: Any = jnp.float32) -> AnyDraft:
@@ -27,8 +29,10 @@ def load_draft(path: str | os.PathLike[str], target: TargetModel, *, dtype: Any 
       FileNotFoundError: a file is missing.
       ValueError: a file is damaged, or the draft is of another target or of a kind that is not implemented.
     """
-    load = load_block_draft if is_block_draft(read_json(existing(pathlib.Path(path), CONFIG))) else load_eagle_draft
-    return load(path, target, dtype=dtype)
+    raw = read_json(existing(pathlib.Path(path), CONFIG))
+    if is_block_draft(raw):
+        return load_block_draft(path, target, dtype=dtype)
+    return (load_frozen_kv if is_frozen_kv(raw) else load_eagle_draft)(path, target, dtype=dtype)
 
 
 def save_draft(
@@ -43,5 +47,7 @@ def save_draft(
     if isinstance(draft, BlockDraftModel):
         layers = target.facts.num_layers
         save_block_draft(path, draft, num_target_layers=layers, storage=storage, record=record)
+    elif isinstance(draft, FrozenKVDraft):
+        save_frozen_kv(path, draft, storage=storage, record=record)
     else:
         save_eagle_draft(path, draft, storage=storage, record=record)

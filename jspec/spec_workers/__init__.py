@@ -6,6 +6,7 @@ from jspec.spec_workers.dflash import dflash
 from jspec.spec_workers.dspark import dspark
 from jspec.spec_workers.eagle import eagle
 from jspec.spec_workers.eagle_sizes import EagleSizes
+from jspec.spec_workers.frozen_kv_mtp import frozen_kv_mtp
 from jspec.spec_workers.multi_layer_eagle import multi_layer_eagle
 from jspec.spec_workers.ngram import ngram
 from jspec.spec_workers.plain import plain
@@ -31,6 +32,7 @@ __all__ = [
     "dspark",
     "eagle",
     "for_algorithm",
+    "frozen_kv_mtp",
     "multi_layer_eagle",
     "ngram",
     "plain",

@@ -10,8 +10,6 @@ import jax.numpy as jnp
 from jspec.future_map import stash
 from jspec.models.draft import DraftModel
 from jspec.models.target import TargetModel
-from jspec.spec_workers.accept import prefer_drafts
-from jspec.spec_workers.adjust import adjust_logits, tree_path
 from jspec.spec_workers.base import DeviceSizes, DeviceState, PhaseOutput, SpecWorker, VerifyKind, init_device
 from jspec.spec_workers.draft_sampling import best_tokens, draw_tokens
 from jspec.spec_workers.eagle_sizes import EagleSizes
@@ -22,15 +20,14 @@ from jspec.spec_workers.featured import (
     check_acceptance,
     check_pair,
     prefill,
-    publish_run,
     start,
     verify_chain,
+    verify_tree,
     widen,
 )
-from jspec.spec_workers.forward import next_tokens, row_slots, verify_batch
+from jspec.spec_workers.forward import next_tokens, verify_batch
 from jspec.spec_workers.run_if import run_if
-from jspec.spec_workers.sampling import sample
-from jspec.spec_workers.tree import Tree, accept_tree, first_level, next_level, prune
+from jspec.spec_workers.tree import Tree, first_level, next_level, prune
 from jspec.spec_workers.upload import DecodeInputs, ExtendInputs
 
 
@@ -212,36 +209,11 @@ def eagle(
         return prune(candidates, carry.bonus, shape.verify_width), kv_pages
 
     def verify_as_tree(params, device: DeviceState, inputs: DecodeInputs, *, table_width: int, depth: int):
-        rows = inputs.rows
         begun = start(device, inputs, table_width=table_width, depth=depth, context_len=draft.facts.context_len)
-        device, page_table, seq_lens, _, _, num_drafts = begun
-        tree, draft_kv_pages = draft_tree(params, begun, rows)
-        nodes = {"depths": tree.depths, "ancestors": tree.ancestors}
-        batch = verify_batch(rows, seq_lens, tree.tokens, page_table, page_size=device.page_size, **nodes)
-        out = target.forward(params["target"], batch, device.kv_pages, capture_layers=layers)
-        logits = target.logits(params["target"], out.hidden).reshape(*tree.tokens.shape, -1)
-        positions = seq_lens[:, None] + 1 + tree.depths
-        path = tree_path(seq_lens, tree.tokens, tree.depths, tree.ancestors)
-        logits = adjust_logits(device, rows, logits, path, table_width=table_width)
-        tokens, finite = sample(device.sampling, rows, logits, positions, tree.depths <= num_drafts[:, None])
-        if lossy_threshold < 1:
-            ours = (tree.tokens, tree.parents, tree.depths <= num_drafts[:, None])
-            tokens = prefer_drafts(device.sampling, rows, logits, tokens, *ours, threshold=lossy_threshold)
-        accept_lens, path = accept_tree(tree, tokens, num_drafts, max_depth=output_stride - 1)
-
-        # The path's KV to the front of the block, before anything reads it.
-        place = jnp.arange(output_stride, dtype=jnp.int32)
-        source = row_slots(rows, seq_lens[:, None] + path, page_table, page_size=device.page_size)
-        front = row_slots(rows, seq_lens[:, None] + place, page_table, page_size=device.page_size)
-        front = jnp.where(place < accept_lens[:, None], front, 0)
-        kv_pages = target.move_kv(out.kv_pages, source.reshape(-1), front.reshape(-1))
-
-        device = dataclasses.replace(device, kv_pages=kv_pages, draft_kv_pages=draft_kv_pages)
-        index = path + jnp.arange(rows.shape[0], dtype=jnp.int32)[:, None] * tree.tokens.shape[1]
-        tokens, finite = (jnp.take_along_axis(x, path, axis=1) for x in (tokens, finite))
-        handoff = Handoff(seq_lens, tokens, accept_lens, out.captured[index], out.hidden[index])
-        begun = begun._replace(device=device)
-        return publish_run(target, params["target"], begun, inputs, handoff, finite, output_stride=output_stride)
+        tree, draft_kv_pages = draft_tree(params, begun, inputs.rows)
+        begun = begun._replace(device=dataclasses.replace(begun.device, draft_kv_pages=draft_kv_pages))
+        given: dict[str, Any] = {"layers": layers, "output_stride": output_stride, "lossy_threshold": lossy_threshold}
+        return verify_tree(target, params["target"], begun, inputs, tree, **given)
 
     def commit_phase(params, device: DeviceState, inputs: DecodeInputs, handoff: Handoff, *, table_width: int):
         rows, tokens = inputs.rows, handoff.tokens

@@ -10,15 +10,17 @@ import jax.numpy as jnp
 from jspec.future_map import publish, resolve
 from jspec.models.block_draft import BlockDraftModel
 from jspec.models.draft import DraftModel
+from jspec.models.frozen_kv_draft import FrozenKVDraft
 from jspec.models.target import TargetModel
 from jspec.spec_workers.accept import accept_chain, accept_rejection, prefer_drafts
-from jspec.spec_workers.adjust import adjust_logits, chain_path
+from jspec.spec_workers.adjust import adjust_logits, chain_path, tree_path
 from jspec.spec_workers.base import DeviceState, PhaseOutput
-from jspec.spec_workers.forward import Prefill, begin_extend, packed_batch, verify_batch, write_tokens
+from jspec.spec_workers.forward import Prefill, begin_extend, packed_batch, row_slots, verify_batch, write_tokens
 from jspec.spec_workers.logprobs import token_logprobs
 from jspec.spec_workers.prompt import sample_prompts
 from jspec.spec_workers.run_if import run_if
 from jspec.spec_workers.sampling import sample
+from jspec.spec_workers.tree import Tree, accept_tree
 from jspec.spec_workers.upload import DecodeInputs, ExtendInputs, apply_decode, pack_outcome
 from jspec.state.results import RowStatus
 
@@ -53,7 +55,7 @@ class Start(NamedTuple):
     num_drafts: Any  # i32[B]  drafts that count; 0 where the draft's context is at its end: the row decodes on
 
 
-def check_pair(target: TargetModel, draft: DraftModel | BlockDraftModel) -> None:
+def check_pair(target: TargetModel, draft: DraftModel | BlockDraftModel | FrozenKVDraft) -> None:
     """Raises ValueError where `draft` was not made for such a target."""
     for field in ("hidden_size", "vocab_size"):
         ours, theirs = getattr(draft.facts, field), getattr(target.facts, field)
@@ -189,6 +191,46 @@ def verify_chain(
     begun = begun._replace(device=dataclasses.replace(device, kv_pages=kv_pages))
     handoff = Handoff(seq_lens, tokens, accept_lens, captured, hidden)
     return publish_run(target, params, begun, inputs, handoff, finite, output_stride=output_stride, words=words)
+
+
+def verify_tree(
+    target: TargetModel,
+    params,
+    begun: Start,
+    inputs: DecodeInputs,
+    tree: Tree,
+    *,
+    layers,
+    output_stride: int,
+    lossy_threshold: float = 1.0,
+) -> PhaseOutput:
+    """Verify, accept, move the path's KV into place, PUBLISH. Arguments as of `verify_chain`."""
+    rows, (device, page_table, seq_lens, _, _, num_drafts) = inputs.rows, begun
+    nodes = {"depths": tree.depths, "ancestors": tree.ancestors}
+    batch = verify_batch(rows, seq_lens, tree.tokens, page_table, page_size=device.page_size, **nodes)
+    out = target.forward(params, batch, device.kv_pages, capture_layers=layers)
+    logits = target.logits(params, out.hidden).reshape(*tree.tokens.shape, -1)
+    positions = seq_lens[:, None] + 1 + tree.depths
+    path = tree_path(seq_lens, tree.tokens, tree.depths, tree.ancestors)
+    logits = adjust_logits(device, rows, logits, path, table_width=page_table.shape[1])
+    tokens, finite = sample(device.sampling, rows, logits, positions, tree.depths <= num_drafts[:, None])
+    if lossy_threshold < 1:
+        ours = (tree.tokens, tree.parents, tree.depths <= num_drafts[:, None])
+        tokens = prefer_drafts(device.sampling, rows, logits, tokens, *ours, threshold=lossy_threshold)
+    accept_lens, taken = accept_tree(tree, tokens, num_drafts, max_depth=output_stride - 1)
+
+    # The path's KV to the front of the block, before anything reads it.
+    place = jnp.arange(output_stride, dtype=jnp.int32)
+    source = row_slots(rows, seq_lens[:, None] + taken, page_table, page_size=device.page_size)
+    front = row_slots(rows, seq_lens[:, None] + place, page_table, page_size=device.page_size)
+    front = jnp.where(place < accept_lens[:, None], front, 0)
+    kv_pages = target.move_kv(out.kv_pages, source.reshape(-1), front.reshape(-1))
+
+    index = taken + jnp.arange(rows.shape[0], dtype=jnp.int32)[:, None] * tree.tokens.shape[1]
+    tokens, finite = (jnp.take_along_axis(x, taken, axis=1) for x in (tokens, finite))
+    handoff = Handoff(seq_lens, tokens, accept_lens, out.captured[index], out.hidden[index])
+    begun = begun._replace(device=dataclasses.replace(device, kv_pages=kv_pages))
+    return publish_run(target, params, begun, inputs, handoff, finite, output_stride=output_stride)
 
 
 def select(chosen, ours, others):

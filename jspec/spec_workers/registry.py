@@ -19,6 +19,7 @@ from jspec.spec_workers.dspark import dspark
 from jspec.spec_workers.dspark_budget import load_sps, load_sts
 from jspec.spec_workers.eagle import eagle
 from jspec.spec_workers.eagle_sizes import EagleSizes
+from jspec.spec_workers.frozen_kv_mtp import frozen_kv_mtp
 from jspec.spec_workers.multi_layer_eagle import multi_layer_eagle
 from jspec.spec_workers.ngram import ngram
 from jspec.spec_workers.plain import plain
@@ -90,6 +91,11 @@ def _block(target: TargetModel, config: EngineConfig) -> Any:
     return draft
 
 
+def _frozen_kv(target: TargetModel, config: EngineConfig) -> SpecWorker:
+    sizes = EagleSizes(topk=config.topk, **_given(config, "num_steps", "num_draft_tokens"))
+    return frozen_kv_mtp(target, _load(target, config), sizes=sizes, lossy_threshold=config.lossy_threshold)
+
+
 def _uno(target: TargetModel, config: EngineConfig) -> SpecWorker:
     lora = load_lora(_draft_path(config), target, base=config.model if config.model == SMOLLM2 else "")
     return uno(target, lora, block_size=config.num_draft_tokens, rejection_sampling=config.rejection_sampling)
@@ -99,7 +105,7 @@ def _acceptance(config: EngineConfig) -> dict[str, Any]:
     return {"rejection_sampling": config.rejection_sampling, "lossy_threshold": config.lossy_threshold}
 
 
-def _given(config: EngineConfig, *names: str) -> dict[str, int]:
+def _given(config: EngineConfig, *names: str) -> dict[str, Any]:
     """The options that were set: a factory knows its defaults."""
     return {name: value for name in names if (value := getattr(config, name)) is not None}
 
@@ -156,6 +162,12 @@ ALGORITHMS: dict[str, Algorithm] = {
         _dspark,
         ("dspark",),
         ("num_draft_tokens", "draft", "ragged_verify", "sps", "sts"),
+    ),
+    "frozen-kv-mtp": Algorithm(
+        "an assistant without KV of its own asks the target's, as a chain or a tree",
+        _frozen_kv,
+        ("frozen-kv-mtp",),
+        ("num_steps", "num_draft_tokens", "topk", "draft", "lossy_threshold"),
     ),
     "uno": Algorithm(
         "the model drafts for itself, rows of noise going through an adapter: two forwards a step, two tokens at least",

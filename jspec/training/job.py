@@ -216,7 +216,7 @@ def _own(start: AnyDraft, config: Any, path: pathlib.Path | None) -> Any:
     theirs_of = {field.name: getattr(start.config, field.name) for field in dataclasses.fields(start.config)}
     if new_heads:
         theirs_of |= {name: getattr(config, name) for name in ("kind", "markov_rank", "markov_head", "confidence")}
-        theirs_of["block_size"] = start.config.num_drafts
+        theirs_of["block_size"] = getattr(start.config, "num_drafts", None)
     for field in dataclasses.fields(config):
         ours, theirs = getattr(config, field.name), theirs_of.get(field.name)
         if ours != theirs:

@@ -1,0 +1,176 @@
+"""Save and load frozen-KV assistants: a directory of `config.json` and `model.safetensors`, in a layout of jspec's own."""
+
+import os
+import pathlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+
+from jspec.models.eagle_config_file import rope_to_json
+from jspec.models.eagle_layout import Leaf, check_vocabulary_and_names, fuse_leaves, split_leaves
+from jspec.models.frozen_kv_draft import FrozenKVConfig, FrozenKVDraft, frozen_kv_draft
+from jspec.models.huggingface_config import config_from_huggingface
+from jspec.models.json_files import read_json
+from jspec.models.target import TargetFacts, TargetModel
+from jspec.models.tensor_files import (
+    CONFIG,
+    D2T,
+    T2D,
+    WEIGHTS,
+    existing,
+    open_tensors,
+    save_tensors,
+    shapes_of,
+    token_ids_of,
+    torch_dtype,
+)
+
+ARCHITECTURE = "JspecFrozenKVAssistant"
+_OTHER_DRAFT = "choose a draft made for this target"
+
+
+def is_frozen_kv(raw: Mapping[str, Any]) -> bool:
+    """Whether a parsed `config.json` is of an assistant."""
+    return ARCHITECTURE in (raw.get("architectures") or ())
+
+
+def load_frozen_kv(path: str | os.PathLike[str], target: TargetModel, *, dtype: Any = jnp.float32) -> FrozenKVDraft:
+    """The assistant in directory `path`, for `target`, whose kernels it runs.
+
+    Raises:
+      FileNotFoundError: a file is missing.
+      ValueError: a file is damaged, or the assistant is of another target; no weights were read by then. Or a weight is not finite.
+    """
+    folder = pathlib.Path(path)
+    file = existing(folder, WEIGHTS)
+    config = config_from_json(str(folder / CONFIG), read_json(existing(folder, CONFIG)), target.facts)
+    with open_tensors(file) as tensors:
+        known: dict[str, tuple[int, ...]] = {D2T: (config.draft_vocab_size,), T2D: (config.vocab_size,)}
+        for leaf in leaves(config):
+            known |= dict(leaf.tensors)
+        check_vocabulary_and_names(str(file), shapes_of(tensors), known, config)
+        token_ids = token_ids_of(tensors, vocab_size=config.vocab_size)
+        params = fuse_leaves(leaves(config), tensors.read, jnp.dtype(dtype))
+    embed = target.embedding(target.params)
+    return frozen_kv_draft(config, params, embed=embed, token_ids=token_ids, kernels=target.kernels, dtype=dtype)
+
+
+def save_frozen_kv(
+    path: str | os.PathLike[str],
+    draft: FrozenKVDraft,
+    *,
+    storage: str = "float32",
+    record: Mapping[str, Any] | None = None,
+) -> None:
+    """Write `draft` into directory `path`; arguments and errors as of `save_tensors`."""
+    config = draft.config
+    save_tensors(
+        path,
+        config_to_json(config, torch_dtype=torch_dtype(storage)),
+        split_leaves(leaves(config), draft.params["own"]),
+        storage=storage,
+        token_ids=draft.params["shared"].get("token_ids"),
+        vocab_size=config.vocab_size,
+        record=record,
+    )
+
+
+def config_from_json(source: str, raw: Mapping[str, Any], facts: TargetFacts) -> FrozenKVConfig:
+    """The assistant's sizes, fit to its target.
+
+    Raises:
+      ValueError: a field is missing, not implemented, or does not fit the target.
+    """
+    layer = config_from_huggingface(source, {**raw, "architectures": ["LlamaForCausalLM"]}, ())
+    given = raw.get("assistant_config")
+    own: Mapping[str, Any] = given if isinstance(given, Mapping) else {}
+    layers = own.get("kv_layers")
+    if not isinstance(layers, list) or any(type(i) is not int for i in layers) or len(layers) != layer.num_layers:
+        raise ValueError(
+            f"{source}: assistant_config.kv_layers={layers!r} must be a list of the target's layers, one for each of the draft's {layer.num_layers}"
+        )
+    for name, have, want in (
+        ("vocab_size", layer.vocab_size, facts.vocab_size),
+        ("target_hidden_size", raw.get("target_hidden_size"), facts.hidden_size),
+        ("num_key_value_heads", layer.num_kv_heads, facts.num_kv_heads),
+        ("head_dim", layer.head_dim, facts.head_dim),
+    ):
+        if have != want:
+            raise ValueError(f"{source}: {name}={have} must be the target's {want}: {_OTHER_DRAFT}")
+    if max(layers, default=0) >= facts.num_layers:
+        raise ValueError(
+            f"{source}: kv_layers={layers} must lie in 0..{facts.num_layers - 1}, the target's layers: {_OTHER_DRAFT}"
+        )
+    numbers = {name: own.get(name, default) for name, default in (("num_centroids", 0), ("top_centroids", 32))}
+    numbers["draft_vocab_size"] = raw.get("draft_vocab_size", layer.vocab_size)
+    for name, value in numbers.items():
+        if type(value) is not int:
+            raise ValueError(f"{source}: {name}={value!r} must be a number: correct the file, or download it again")
+    try:
+        return FrozenKVConfig(
+            vocab_size=layer.vocab_size,
+            target_hidden_size=facts.hidden_size,
+            hidden_size=layer.hidden_size,
+            intermediate_size=layer.intermediate_size,
+            num_heads=layer.num_heads,
+            num_kv_heads=layer.num_kv_heads,
+            head_dim=layer.head_dim,
+            context_len=layer.context_len,
+            kv_layers=tuple(layers),
+            rms_norm_eps=layer.rms_norm_eps,
+            rope_theta=layer.rope_theta,
+            rope_scaling=layer.rope_scaling,
+            **numbers,
+        )
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from error
+
+
+def config_to_json(config: FrozenKVConfig, *, torch_dtype: str) -> dict[str, Any]:
+    """What `config_from_json` reads."""
+    return {
+        "architectures": [ARCHITECTURE],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "num_hidden_layers": len(config.kv_layers),
+        "vocab_size": config.vocab_size,
+        "draft_vocab_size": config.draft_vocab_size,
+        "hidden_size": config.hidden_size,
+        "target_hidden_size": config.target_hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": config.context_len,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": rope_to_json(config.rope_scaling),
+        "tie_word_embeddings": False,
+        "torch_dtype": torch_dtype,
+        "assistant_config": {
+            "kv_layers": list(config.kv_layers),
+            "num_centroids": config.num_centroids,
+            "top_centroids": config.top_centroids,
+        },
+    }
+
+
+def leaves(config: FrozenKVConfig) -> Iterator[Leaf]:
+    """Every leaf of `FrozenKV(config)`."""
+    c, size, q = config, config.hidden_size, config.num_heads * config.head_dim
+    yield Leaf(("pre",), (("pre_projection.weight", (size, 2 * c.target_hidden_size)),))
+    yield Leaf(("post",), (("post_projection.weight", (c.target_hidden_size, size)),))
+    yield Leaf(("final_norm",), (("norm.weight", (size,)),))
+    yield Leaf(("head",), (("lm_head.weight", (c.draft_vocab_size, size)),))
+    if c.num_centroids:
+        yield Leaf(("centroids",), (("centroids.weight", (c.num_centroids, size)),))
+    for i in range(len(c.kv_layers)):
+        where, prefix = f"layer_{i}", f"layers.{i}"
+        yield Leaf((where, "q"), ((f"{prefix}.self_attn.q_proj.weight", (q, size)),))
+        yield Leaf((where, "o"), ((f"{prefix}.self_attn.o_proj.weight", (size, q)),))
+        gate_up = tuple((f"{prefix}.mlp.{n}_proj.weight", (c.intermediate_size, size)) for n in ("gate", "up"))
+        yield Leaf((where, "gate_up"), gate_up)
+        yield Leaf((where, "down"), ((f"{prefix}.mlp.down_proj.weight", (size, c.intermediate_size)),))
+        norms = ("input_layernorm", "post_attention_layernorm")
+        yield Leaf((where, "norms"), tuple((f"{prefix}.{n}.weight", (size,)) for n in norms), stacked=True)
