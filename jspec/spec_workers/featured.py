@@ -92,6 +92,14 @@ def start(device: DeviceState, inputs: DecodeInputs, *, table_width: int, depth:
     return Start(device, device.page_table[inputs.rows, :table_width], seq_lens, carry, fresh, num_drafts)
 
 
+class Run(NamedTuple):
+    """A verify that is not published yet."""
+
+    begun: Start  # as it was, but for the target's pool
+    handoff: Handoff
+    finite: Any  # bool[B, O]  of the logits along the accepted path
+
+
 def verify_chain(
     target: TargetModel,
     params,
@@ -100,34 +108,54 @@ def verify_chain(
     candidates,
     draft_probs,
     *,
-    layers,
     output_stride: int,
+    words=None,
+    **options: Any,
+) -> PhaseOutput:
+    """Verify, accept, PUBLISH.
+
+    Args:
+        target, params, begun, candidates, draft_probs, options: as of `walk_chain`.
+        inputs: the step's.
+        output_stride: token columns of the outcome.
+        words: i32[B, X] or None, for the worker's host side.
+    """
+    run = walk_chain(target, params, begun, inputs.rows, candidates, draft_probs, **options)
+    return publish_run(target, params, run, inputs, output_stride=output_stride, words=words)
+
+
+def walk_chain(
+    target: TargetModel,
+    params,
+    begun: Start,
+    rows,
+    candidates,
+    draft_probs,
+    *,
+    layers,
     lossy_threshold: float = 1.0,
     widths: tuple[int, ...] | None = None,
     verify_lens=None,
     token_buckets: tuple[int, ...] = (),
-    words=None,
-) -> PhaseOutput:
-    """Verify, accept, PUBLISH.
+) -> Run:
+    """Verifies a chain and accepts what is right of it.
 
     Args:
         target: the model.
         params: its weights.
         begun: from `start`.
-        inputs: the step's.
+        rows: i32[B], the step's.
         candidates: i32[B, W], the pending token and the drafts.
         draft_probs: makes f32[B, W - 1, V], the distributions that drafts of sampling rows were drawn from: they are accepted by `accept_rejection`. None
             where drafts are the draft's best tokens. Called where a row samples, and there only.
         layers: the target's captured layers.
-        output_stride: token columns of the outcome.
         lossy_threshold: below 1, as of `prefer_drafts`.
         widths: widths the target may be run at, ascending, ending with `W`; each step takes the narrowest that holds its longest chain, on the device.
         verify_lens: i32[B] or None, tokens of each row that are verified, the pending one included: no more is accepted.
         token_buckets: with `verify_lens`, numbers of packed tokens that the target may be run at instead, ascending, the last one enough for `W` of every
             row; each step takes the smallest that holds its tokens.
-        words: i32[B, X] or None, for the worker's host side.
     """
-    rows, (batch_size, width) = inputs.rows, candidates.shape
+    batch_size, width = candidates.shape
     device, page_table, seq_lens, _, _, num_drafts = begun
     if verify_lens is not None:
         verify_lens = jnp.where(rows > 0, verify_lens, 0)
@@ -189,8 +217,7 @@ def verify_chain(
             lambda: (tokens, accept_lens),
         )
     begun = begun._replace(device=dataclasses.replace(device, kv_pages=kv_pages))
-    handoff = Handoff(seq_lens, tokens, accept_lens, captured, hidden)
-    return publish_run(target, params, begun, inputs, handoff, finite, output_stride=output_stride, words=words)
+    return Run(begun, Handoff(seq_lens, tokens, accept_lens, captured, hidden), finite)
 
 
 def verify_tree(
@@ -205,7 +232,24 @@ def verify_tree(
     lossy_threshold: float = 1.0,
 ) -> PhaseOutput:
     """Verify, accept, move the path's KV into place, PUBLISH. Arguments as of `verify_chain`."""
-    rows, (device, page_table, seq_lens, _, _, num_drafts) = inputs.rows, begun
+    options = {"layers": layers, "max_depth": output_stride - 1, "lossy_threshold": lossy_threshold}
+    run = walk_tree(target, params, begun, inputs.rows, tree, **options)
+    return publish_run(target, params, run, inputs, output_stride=output_stride)
+
+
+def walk_tree(
+    target: TargetModel,
+    params,
+    begun: Start,
+    rows,
+    tree: Tree,
+    *,
+    layers,
+    max_depth: int,
+    lossy_threshold: float = 1.0,
+) -> Run:
+    """Verifies a tree, accepts a path of at most `max_depth` drafts, and moves its KV into place. Arguments as of `walk_chain`."""
+    device, page_table, seq_lens, _, _, num_drafts = begun
     nodes = {"depths": tree.depths, "ancestors": tree.ancestors}
     batch = verify_batch(rows, seq_lens, tree.tokens, page_table, page_size=device.page_size, **nodes)
     out = target.forward(params, batch, device.kv_pages, capture_layers=layers)
@@ -217,10 +261,10 @@ def verify_tree(
     if lossy_threshold < 1:
         ours = (tree.tokens, tree.parents, tree.depths <= num_drafts[:, None])
         tokens = prefer_drafts(device.sampling, rows, logits, tokens, *ours, threshold=lossy_threshold)
-    accept_lens, taken = accept_tree(tree, tokens, num_drafts, max_depth=output_stride - 1)
+    accept_lens, taken = accept_tree(tree, tokens, num_drafts, max_depth=max_depth)
 
     # The path's KV to the front of the block, before anything reads it.
-    place = jnp.arange(output_stride, dtype=jnp.int32)
+    place = jnp.arange(max_depth + 1, dtype=jnp.int32)
     source = row_slots(rows, seq_lens[:, None] + taken, page_table, page_size=device.page_size)
     front = row_slots(rows, seq_lens[:, None] + place, page_table, page_size=device.page_size)
     front = jnp.where(place < accept_lens[:, None], front, 0)
@@ -229,8 +273,7 @@ def verify_tree(
     index = taken + jnp.arange(rows.shape[0], dtype=jnp.int32)[:, None] * tree.tokens.shape[1]
     tokens, finite = (jnp.take_along_axis(x, taken, axis=1) for x in (tokens, finite))
     handoff = Handoff(seq_lens, tokens, accept_lens, out.captured[index], out.hidden[index])
-    begun = begun._replace(device=dataclasses.replace(device, kv_pages=kv_pages))
-    return publish_run(target, params, begun, inputs, handoff, finite, output_stride=output_stride)
+    return Run(begun._replace(device=dataclasses.replace(device, kv_pages=kv_pages)), handoff, finite)
 
 
 def select(chosen, ours, others):
@@ -239,18 +282,10 @@ def select(chosen, ours, others):
 
 
 def publish_run(
-    target: TargetModel,
-    params,
-    begun: Start,
-    inputs: DecodeInputs,
-    handoff: Handoff,
-    finite,
-    *,
-    output_stride: int,
-    words=None,
+    target: TargetModel, params, run: Run, inputs: DecodeInputs, *, output_stride: int, words=None
 ) -> PhaseOutput:
-    """PUBLISHES the frontier after an accepted run, and packs the outcome. `finite: bool[B, O]`: of the logits along the run; `params`: the target's;
-    `words: i32[B, X]`: for the worker's host side."""
+    """PUBLISHES the frontier after an accepted run, and packs the outcome. `params`: the target's; `words: i32[B, X]`: for the worker's host side."""
+    begun, handoff, finite = run
     tokens, accept_lens = handoff.tokens, handoff.accept_lens
     new_seq_lens = begun.seq_lens + accept_lens
     device = write_tokens(begun.device, inputs.rows, begun.seq_lens + 1, tokens, accept_lens)

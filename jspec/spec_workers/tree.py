@@ -75,6 +75,37 @@ def next_level(beam: Beam, candidates: Candidates, probs, tokens) -> tuple[Beam,
     return Beam(jnp.take_along_axis(flat, chosen, axis=1), best, start + chosen, chosen // topk), grown
 
 
+def marginal_tree(probs, tokens, root, width: int) -> Tree:
+    """The tree of `root` and the `W - 1` best nodes under it, where the probabilities at a depth are the same on every path: best first, to the end.
+
+    Args:
+        probs: f32[B, D, K], of the best tokens of each depth, descending and at most 1; the root's children are at depth 0.
+        tokens: i32[B, D, K], target's ids, distinct along the last axis.
+        root: i32[B].
+        width: `W`, at most 1 + K + K ** 2 + ... + K ** D.
+
+    A node's score is the product of the probabilities from the root on. Ties go to the shallower node, then to the likelier token of its depth (of two equally
+    likely ones, to that of the lower id), then to the better parent.
+
+    Source: the tree of UNO (arXiv 2609.04010) in SGLang. A level keeps its best `W - 1` nodes, as many as any tree could need of it, so that no heap is needed.
+    """
+    topk, above = probs.shape[2], jnp.ones_like(probs[:, 0, :1])
+    ids = jnp.full(above.shape, -1, jnp.int32)
+    levels: list[Candidates] = []
+    start = 0
+    for level in range(probs.shape[1]):
+        # By rank, then by parent.
+        scores = (probs[:, level, :, None] * above[:, None, :]).reshape(above.shape[0], -1)
+        best, chosen = lax.top_k(scores, min(topk * above.shape[1], width - 1))
+        rank, parent = chosen // above.shape[1], chosen % above.shape[1]
+        grown = jnp.take_along_axis(tokens[:, level], rank, axis=1), best, jnp.take_along_axis(ids, parent, axis=1)
+        levels.append(Candidates(*grown))
+        above = best
+        ids = jnp.broadcast_to(start + jnp.arange(best.shape[1], dtype=jnp.int32), best.shape)
+        start += best.shape[1]
+    return prune(Candidates(*(jnp.concatenate(x, axis=1) for x in zip(*levels, strict=True))), root, width)
+
+
 def prune(candidates: Candidates, bonus, width: int) -> Tree:
     """The tree of the pending token and the `W - 1` best candidates, in the order of the candidates.
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.spec_workers.tree import Tree, accept_tree, first_level, link, next_level, prune
+from jspec.spec_workers.tree import Tree, accept_tree, first_level, link, marginal_tree, next_level, prune
 
 grow = jax.jit(next_level)
 walk = jax.jit(accept_tree, static_argnames="max_depth")
@@ -105,6 +105,47 @@ def test_scores_that_vanish_still_make_a_tree(score):
     levels += [(np.full((1, 3, 3), score, np.float32), np.arange(9, dtype=np.int32).reshape(1, 3, 3))] * 3
     tree = prune(grown(levels), jnp.int32([0]), 12)
     paths_of(tree.tokens[0].tolist(), tree.parents[0].tolist())
+
+
+def slow_marginal_tree(probs, tokens, width):
+    """Best first with a heap, from `probs[d][k]` and `tokens[d][k]`: the paths of the nodes, in the order in which they leave the heap."""
+    children = list(zip(range(len(probs[0])), probs[0], tokens[0], strict=True))
+    heap = [(-p, 1, rank, int(token), 0, (int(token),)) for rank, p, token in children]
+    heapq.heapify(heap)
+    paths = []
+    while len(paths) < width - 1:
+        score, depth, _, _, _, path = heapq.heappop(heap)
+        paths.append(path)
+        if depth < len(probs):
+            for rank, (p, token) in enumerate(zip(probs[depth], tokens[depth], strict=True)):
+                heapq.heappush(heap, (score * p, depth + 1, rank, int(token), len(paths), (*path, int(token))))
+    return paths
+
+
+@pytest.mark.parametrize(
+    ("depth", "topk", "width"), [(1, 4, 5), (3, 2, 8), (4, 3, 12), (3, 8, 32), (7, 4, 16), (4, 1, 5)]
+)
+def test_trees_of_marginals_are_those_of_a_heap(depth, topk, width):
+    """Powers of two, so that products are exact and many of them equal: every tie goes where it must."""
+    rng = np.random.default_rng([depth, topk, width])
+    probs = -np.sort(-rng.choice([1, 0.5, 0.5, 0.25, 0.125], (40, depth, topk)).astype(np.float32), axis=-1)
+    tokens = np.argsort(rng.random((40, depth, 50)), axis=-1)[..., :topk].astype(np.int32)
+    for i in np.ndindex(40, depth):  # as top-k leaves them: of equally likely tokens the lower comes first
+        tokens[i] = tokens[i][np.lexsort((tokens[i], -probs[i]))]
+    root = jnp.full(40, 77, jnp.int32)
+    tree = jax.jit(marginal_tree, static_argnums=3)(jnp.asarray(probs), jnp.asarray(tokens), root, width)
+    for row in range(40):
+        paths = paths_of(tree.tokens[row].tolist(), tree.parents[row].tolist())
+        assert tree.tokens[row, 0] == 77 and set(paths) == set(slow_marginal_tree(probs[row], tokens[row], width))
+        assert len(set(paths)) == width - 1 and tree.depths[row].tolist() == [0, *map(len, paths)]
+
+
+def test_a_tree_of_marginals_by_hand():
+    """Best first: 1 (0.6), 1 3 (0.54), 1 3 5 (0.54 too, but deeper), 2 (0.4)."""
+    probs = jnp.float32([[[0.6, 0.4], [0.9, 0.1], [1.0, 0.0]]])
+    tokens = jnp.int32([[[1, 2], [3, 4], [5, 6]]])
+    tree = marginal_tree(probs, tokens, jnp.int32([9]), 5)
+    assert tree.tokens.tolist() == [[9, 1, 2, 3, 5]] and tree.parents.tolist() == [[0, 0, 0, 1, 3]]
 
 
 def slow_walk(tokens, parents, target, depth_limit):
