@@ -10,7 +10,8 @@ import typer
 from jspec.cli_errors import usage_errors
 
 Kind = Annotated[
-    str, typer.Argument(help='"eagle3", "eagle", "multi-layer", "dflash" or "dspark".', show_default=False)
+    str,
+    typer.Argument(help='"eagle3", "eagle", "multi-layer", "dflash", "dspark" or "frozen-kv-mtp".', show_default=False),
 ]
 Model = Annotated[str, typer.Option(help='The target: a GGUF file, a Hugging Face directory, or "smollm2".')]
 WorkDir = Annotated[
@@ -36,7 +37,10 @@ Chained = Annotated[
     bool | None,
     typer.Option("--chained", help="multi-layer: each module reads the one before it instead of the target."),
 ]
-NumLayers = Annotated[int | None, typer.Option(help="dflash, dspark: layers of the draft; by default 2.")]
+NumLayers = Annotated[
+    int | None, typer.Option(help="dflash, dspark, frozen-kv-mtp: layers of the draft; by default 2.")
+]
+HiddenSize = Annotated[int | None, typer.Option(help="frozen-kv-mtp: width of the assistant; by default 256.")]
 BlockSize = Annotated[
     int | None,
     typer.Option(help="dflash, dspark: rows of a block, or tokens that one proposes; by default 8."),
@@ -48,7 +52,9 @@ MarkovRank = Annotated[int | None, typer.Option(help="dspark: rank of the Markov
 MarkovHead = Annotated[str | None, typer.Option(help='dspark: "vanilla", "gated" or "rnn"; by default "vanilla".')]
 Unroll = Annotated[
     str | None,
-    typer.Option(help='eagle3, eagle: depths of the trained chain, "3", or by first step, "0:1,500:3"; by default 3.'),
+    typer.Option(
+        help='eagle3, eagle, frozen-kv-mtp: depths of the trained chain, "3", or by first step, "0:1,500:3"; by default 3.'
+    ),
 ]
 Steps = Annotated[int, typer.Option(help="Optimizer steps; of a run that goes on, all together.")]
 BatchSize = Annotated[int, typer.Option(help="Rows of a batch, a multiple of the number of devices.")]
@@ -87,6 +93,7 @@ def train(
     num_modules: NumModules = None,
     chained: Chained = None,
     num_layers: NumLayers = None,
+    hidden_size: HiddenSize = None,
     block_size: BlockSize = None,
     mask_token_id: MaskTokenId = None,
     markov_rank: MarkovRank = None,
@@ -113,7 +120,7 @@ def train(
 
     eagle3: one layer over three of the target's hidden states, with a head of its own. eagle: one layer over the last hidden state, with the target's head.
     multi-layer: a module for every token ahead, with the target's head. dflash: layers that fill in a block of tokens at once. dspark: the same with a head that
-    knows the token before, and one that knows how sure to be.
+    knows the token before, and one that knows how sure to be. frozen-kv-mtp: an assistant that asks the KV of the target's last layer.
     """
     given = locals()
     with usage_errors():
@@ -121,7 +128,7 @@ def train(
 
         if kind not in KINDS:
             raise ValueError(f"kind={kind!r} must be one of {', '.join(KINDS)}")
-        for name, kinds in {**ONLY_FOR, "unroll": ("eagle3", "eagle")}.items():
+        for name, kinds in {**ONLY_FOR, "unroll": ("eagle3", "eagle", "frozen-kv-mtp")}.items():
             if given[name] is not None and kind not in kinds:
                 raise ValueError(
                     f"{name}={given[name]} means nothing to a draft of kind {kind!r}: it is for {' and '.join(kinds)}"

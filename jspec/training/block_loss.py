@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import optax
 
 from jspec.models.block_draft import BlockDraftModel
-from jspec.training.loss import NEVER, Batch, draft_ids, mean_accept_len, shift
+from jspec.training.loss import NEVER, Batch, draft_ids
+from jspec.training.starts import Tally, draw_starts
 
 _FADE = 4.0
 """Tokens over which a token's weight falls by e: later ones count only where those before were right (DFlash, arXiv 2602.06036)."""
@@ -38,39 +39,20 @@ def block_loss(
         The loss, and `metrics` as of `draft_loss`; with a confidence head also "confidence" f32[K], its cross-entropy by place.
     """
     config, full = draft.config, {"own": params, "shared": draft.params["shared"]}
-    (num, length), dtype = batch.weight.shape, target_head.dtype
-    starts = _draw_starts(batch, length if max_starts is None else max(1, min(length, max_starts // num)))
-    hidden = _blocks(draft, full, batch, starts)[:, :, config.num_rows - config.num_drafts :]
-
-    def at_starts(x, ahead: int):
-        """`x[b, t + ahead]` of the starts; 0 past the end."""
-        moved = shift(x, ahead)
-        index = starts.reshape(*starts.shape, *[1] * (x.ndim - 2))
-        return jnp.take_along_axis(moved, index, axis=1)
-
-    counts = at_starts(batch.weight, 0) * _distinct(starts)
-    known, num_drafts = draft_ids(draft, batch.tokens), config.num_drafts
-    state = jnp.zeros((*starts.shape, config.markov_rank), dtype)
-    total, weights = jnp.zeros(()), jnp.exp(-jnp.arange(num_drafts) / _FADE)
-    figures: dict[str, list[Any]] = {"loss": [], "agree": []} | ({"confidence": []} if config.confidence else {})
-    run = accept_len = jnp.ones(starts.shape)
-    for k in range(num_drafts):
-        row, ahead = hidden[:, :, k], 1 + k
+    dtype, starts = target_head.dtype, draw_starts(batch, max_starts)
+    hidden = _blocks(draft, full, batch, starts.rows)[:, :, config.num_rows - config.num_drafts :]
+    tally = Tally(starts, draft_ids(draft, batch.tokens))
+    state = jnp.zeros((*starts.rows.shape, config.markov_rank), dtype)
+    total = jnp.zeros(())
+    for k in range(config.num_drafts):
+        row, others = hidden[:, :, k], {}
         logits = draft.logits(full, row)
-        teacher = (at_starts(batch.hidden, ahead).astype(dtype) @ target_head.T).astype(jnp.float32)
-        label = at_starts(known[:, 1:], ahead)
-        counted = counts * at_starts(batch.weight, ahead)
-        usable = counted * (label >= 0)
-
-        def mean(x, weight):
-            return jnp.sum(x * weight) / jnp.maximum(jnp.sum(weight), 1.0)
-
-        previous = None
+        teacher = (starts.at(batch.hidden, 1 + k).astype(dtype) @ target_head.T).astype(jnp.float32)
+        target_probs = jax.nn.softmax(teacher, axis=-1)
         if config.kind == "dspark":
-            previous = draft.previous(full, at_starts(batch.tokens[:, 1:], k))
+            previous = draft.previous(full, starts.at(batch.tokens[:, 1:], k))
             bias, state = draft.markov(full, row, previous, state)
             logits = logits + bias
-        target_probs = jax.nn.softmax(teacher, axis=-1)
         loss = optax.softmax_cross_entropy(logits, target_probs)
         if config.kind == "dspark":
             distance = jnp.sum(jnp.abs(jax.nn.softmax(logits, axis=-1) - target_probs), axis=-1)
@@ -78,34 +60,10 @@ def block_loss(
             if config.confidence:
                 chance = jax.lax.stop_gradient(1 - distance / 2)
                 told = optax.sigmoid_binary_cross_entropy(draft.confidence(full, row, previous), chance)
-                figures["confidence"].append(mean(told, usable))
+                others["confidence"] = told
                 loss = loss + _CONFIDENCE * told
-        figures["loss"].append(mean(loss, usable))
-        total += weights[k] * figures["loss"][-1]
-        hit = (jnp.argmax(logits, axis=-1) == label).astype(jnp.float32)
-        figures["agree"].append(mean(hit, counted))
-        run = run * hit * counted
-        accept_len += run
-    whole = counts * at_starts(batch.weight, num_drafts)
-    flat = (starts + jnp.arange(num)[:, None] * length).reshape(-1)
-    lens, verifies = mean_accept_len(accept_len.reshape(-1), whole.reshape(-1), flat, batch.weight)
-    metrics = {name: jnp.stack(values) for name, values in figures.items()}
-    return total, jax.tree.map(jax.lax.stop_gradient, metrics | {"accept_len": lens, "verifies": verifies})
-
-
-def _draw_starts(batch: Batch, count: int):
-    """i32[B, A], ascending: rows that count, drawn anew for every batch; where there are too few, the last row is repeated."""
-    num, length = batch.weight.shape
-    key = jax.random.key(jnp.sum(batch.tokens, dtype=jnp.int32).astype(jnp.uint32))
-    order = jnp.where(batch.weight > 0, jax.random.uniform(key, (num, length)), 2.0)
-    chosen = jnp.argsort(order, axis=1)[:, :count]
-    usable = jnp.take_along_axis(order, chosen, axis=1) < 2.0
-    return jnp.sort(jnp.where(usable, chosen, length - 1), axis=1).astype(jnp.int32)
-
-
-def _distinct(starts):
-    """f32[B, A], 0 where a start is that before it again."""
-    return jnp.pad((starts[:, 1:] != starts[:, :-1]).astype(jnp.float32), ((0, 0), (1, 0)), constant_values=1.0)
+        total += jnp.exp(-k / _FADE) * tally.add(k, logits, loss, **others)
+    return total, tally.metrics()
 
 
 def _blocks(draft: BlockDraftModel, full, batch: Batch, starts):

@@ -15,6 +15,7 @@ from jspec.models.draft_files import AnyDraft, load_draft, save_draft
 from jspec.models.eagle_config_file import default_capture_layers
 from jspec.models.eagle_draft import KINDS as EAGLE_KINDS
 from jspec.models.eagle_draft import EagleConfig
+from jspec.models.frozen_kv_draft import FrozenKVConfig
 from jspec.models.json_files import read_json
 from jspec.models.llama import LlamaConfig
 from jspec.models.loading import LoadedModel
@@ -29,13 +30,15 @@ from jspec.training.text import TextOptions, TextSequence, read_answers, text_ch
 from jspec.training.train import train
 from jspec.training.vocabulary import choose_vocabulary
 
-KINDS = (*EAGLE_KINDS, *BLOCK_KINDS)
+FROZEN_KV = FrozenKVConfig.kind
+KINDS = (*EAGLE_KINDS, *BLOCK_KINDS, FROZEN_KV)
 """Kinds of draft that can be trained."""
 ONLY_FOR = {
     "capture_layers": ("eagle3", *BLOCK_KINDS),
     "num_modules": ("multi-layer",),
     "chained": ("multi-layer",),
-    "num_layers": BLOCK_KINDS,
+    "num_layers": (*BLOCK_KINDS, FROZEN_KV),
+    "hidden_size": (FROZEN_KV,),
     "block_size": BLOCK_KINDS,
     "mask_token_id": BLOCK_KINDS,
     "markov_rank": ("dspark",),
@@ -77,7 +80,9 @@ class TrainJob:
     chained: bool = False
     """Of "multi-layer"."""
     num_layers: int = 2
-    """Of "dflash" and "dspark"."""
+    """Of "dflash", "dspark" and "frozen-kv-mtp"."""
+    hidden_size: int = 256
+    """Of "frozen-kv-mtp"."""
     block_size: int = 8
     """Of "dflash", the pending token among them, and of "dspark", which proposes so many."""
     mask_token_id: int = 0
@@ -162,7 +167,7 @@ def run_job(job: TrainJob, model: LoadedModel, *, progress: Progress | None = No
 
 def draft_config(
     job: TrainJob, target: TargetModel, *, capture_layers: tuple[int, ...], draft_vocab_size: int
-) -> EagleConfig | BlockDraftConfig:
+) -> EagleConfig | BlockDraftConfig | FrozenKVConfig:
     """A draft shaped like layers of the target: heads, norms and position encoding, so that it can start from them."""
     facts, config = target.facts, target.config
     if not isinstance(config, LlamaConfig):
@@ -181,6 +186,11 @@ def draft_config(
         "rope_theta": config.rope_theta,
         "rope_scaling": config.rope_scaling,
     }
+    if job.kind == FROZEN_KV:
+        del sizes["kind"]
+        own = {"hidden_size": job.hidden_size, "intermediate_size": job.intermediate_size or 4 * job.hidden_size}
+        last = (facts.num_layers - 1,) * job.num_layers
+        return FrozenKVConfig(**(sizes | own), target_hidden_size=facts.hidden_size, kv_layers=last)
     if job.kind in BLOCK_KINDS:
         markov: dict[str, Any] = {"markov_rank": job.markov_rank, "markov_head": job.markov_head, "confidence": True}
         return BlockDraftConfig(
@@ -228,7 +238,9 @@ def _own(start: AnyDraft, config: Any, path: pathlib.Path | None) -> Any:
 
 
 def _capture_layers(job: TrainJob, num_layers: int) -> tuple[int, ...]:
-    """Layers to cache features of. Cached for every kind: one cache then serves them all."""
+    """Layers whose hidden states a draft is trained on. Those of an assistant are what goes into the layer that it asks, once for each of its own."""
+    if job.kind == FROZEN_KV:
+        return (max(num_layers - 2, 0),) * job.num_layers
     if job.capture_layers:
         return job.capture_layers
     # A target of a few layers has no low, middle and high: they are moved into what there is.

@@ -7,8 +7,10 @@ import jax.numpy as jnp
 
 from jspec.models.block_draft import BlockDraftConfig, block_draft, block_param_shapes
 from jspec.models.eagle_draft import EagleConfig, draft_param_shapes, eagle_draft
+from jspec.models.frozen_kv_draft import FrozenKVConfig, frozen_kv_draft, frozen_param_shapes, init_frozen_params
 from jspec.models.target import TargetModel
 from jspec.training.block_loss import block_loss
+from jspec.training.frozen_kv_loss import frozen_kv_loss, kv_weights
 from jspec.training.loss import Batch, draft_loss
 from jspec.training.options import TrainOptions
 from jspec.training.warm_start import block_warm_start, warm_start
@@ -33,9 +35,12 @@ def recipe_of(config: Any, target: TargetModel, token_ids: Any, options: TrainOp
     Raises:
         ValueError: options that this kind of draft has no use for, or that do not fit it.
     """
-    return (_block_recipe if isinstance(config, BlockDraftConfig) else _eagle_recipe)(
-        config, target, token_ids, options
-    )
+    make: Callable[..., Recipe] = _eagle_recipe
+    if isinstance(config, BlockDraftConfig):
+        make = _block_recipe
+    elif isinstance(config, FrozenKVConfig):
+        make = _frozen_kv_recipe
+    return make(config, target, token_ids, options)
 
 
 def _shared(target: TargetModel, token_ids: Any) -> tuple[Any, Any]:
@@ -74,6 +79,37 @@ def _eagle_recipe(config: EagleConfig, target: TargetModel, token_ids: Any, opti
         build=build,
         depths_at=lambda step: modules or options.unroll_at(step),
         depths=modules or options.max_unroll,
+    )
+
+
+def _frozen_kv_recipe(config: FrozenKVConfig, target: TargetModel, token_ids: Any, options: TrainOptions) -> Recipe:
+    if options.copy_heads:
+        raise ValueError(f"copy_heads={options.copy_heads} must be 0 for {config.kind!r}: its keys are the target's")
+    if config.num_centroids:
+        raise ValueError(
+            f"num_centroids={config.num_centroids} must be 0 in training: a choice of centroids has no gradient"
+        )
+    embed, head = _shared(target, token_ids)
+
+    def build(params):
+        return frozen_kv_draft(config, params, embed=embed, token_ids=token_ids)
+
+    like = build(frozen_param_shapes(config))
+
+    def loss(params, fixed, batch: Batch, *, depths: int, max_starts: int | None):
+        shared, target_head, weights = fixed
+        draft = like._replace(params={"own": params, "shared": shared})
+        asked = (target.config, weights, target_head, batch)
+        return frozen_kv_loss(draft, params, *asked, depths=depths, decay=options.decay, max_starts=max_starts)
+
+    return Recipe(
+        config=config,
+        fixed=(like.params["shared"], head, kv_weights(target, config.kv_layers)),
+        init=lambda key: init_frozen_params(key, config),
+        loss=loss,
+        build=build,
+        depths_at=options.unroll_at,
+        depths=options.max_unroll,
     )
 
 

@@ -16,8 +16,9 @@ from jspec.models.tiny import random_target
 from jspec.models.tiny_block_draft import random_block_draft, tiny_block_config
 from jspec.spec_workers.forward import verify_batch
 from jspec.training import prompts
-from jspec.training.block_loss import _blocks, _draw_starts, block_loss
+from jspec.training.block_loss import _blocks, block_loss
 from jspec.training.loss import Batch
+from jspec.training.starts import draw_starts
 from jspec.training.train import train
 
 
@@ -66,13 +67,14 @@ def test_blocks_see_what_they_see_while_decoding(window):
 def test_starts_are_rows_that_count_drawn_anew():
     target = random_target(0, vocab_size=32, hidden_size=16)
     batch = batch_of(target, num=3, length=40)
-    starts = np.asarray(_draw_starts(batch, 10))
+    starts = np.asarray(draw_starts(batch, 30).rows)
     weight = np.asarray(batch.weight)
     assert all(weight[b, t] for b in range(3) for t in starts[b]) and (np.diff(starts, axis=1) > 0).all()
     other = batch._replace(tokens=batch.tokens.at[0, 0].add(1))
-    assert (np.asarray(_draw_starts(other, 10)) != starts).any()
+    assert (np.asarray(draw_starts(other, 30).rows) != starts).any()
     few = batch._replace(weight=jnp.zeros_like(batch.weight).at[:, 5].set(1))
-    assert np.asarray(_draw_starts(few, 3)).tolist() == [[5, 39, 39]] * 3
+    found = draw_starts(few, 9)
+    assert found.rows.tolist() == [[5, 39, 39]] * 3 and found.counts.tolist() == [[1, 0, 0]] * 3
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])
