@@ -7,14 +7,16 @@ from typing import Any, NamedTuple
 from jspec.bench.decode_bare import BareLoop
 from jspec.bench.decode_compare import Difference, first_difference
 from jspec.bench.decode_curve import verify_costs
-from jspec.bench.decode_report import BARE, PLAIN, DecodeBench, measure_contender
+from jspec.bench.decode_report import BARE, PLAIN, DecodeBench, Launch, measure_contender, with_draft_share
 from jspec.bench.decode_run import Run, run_engine
 from jspec.bench.fitting import fit_config
 from jspec.bench.prompts import PromptSet, check_readable, encode_prompt, load_prompt_sets
 from jspec.config import EngineConfig, SamplingParams
 from jspec.engine import Emission, Engine
 from jspec.models.loading import LoadedModel, load_model
+from jspec.scheduler import max_new_pages
 from jspec.spec_workers import algorithms, check_algorithm, for_algorithm
+from jspec.spec_workers.upload import DECODE_COLUMNS, OUTCOME_COLUMNS
 
 WARM_UP_TOKENS = 4
 
@@ -160,7 +162,12 @@ def run_decode(
     differences = _differences(prepared, runs)
     contenders = [
         measure_contender(
-            name, engines[name].worker.verify_width - 1 if name in engines else 0, runs[name], runs[PLAIN], found
+            name,
+            engines[name].worker.verify_width - 1 if name in engines else 0,
+            runs[name],
+            runs[PLAIN],
+            found,
+            launch_of(engines[name], batch) if name in engines else None,
         )
         for name, found in differences.items()
     ]
@@ -173,10 +180,19 @@ def run_decode(
         max_new_tokens=job.params.max_new_tokens,
         batch=batch,
         repeat=job.repeat,
-        contenders=contenders,
+        contenders=[with_draft_share(contender, costs) for contender in contenders],
         differences=differences,
         verify_costs=costs,
     )
+
+
+def launch_of(engine: Engine, batch: int) -> Launch:
+    """What a decode launch of so many rows takes."""
+    worker, limits = engine.worker, engine.limits
+    pages = max_new_pages(alloc_len=limits.alloc_len, depth=limits.depth, page_size=engine.config.page_size)
+    up = DECODE_COLUMNS + pages + sum(worker.input_words)
+    down = OUTCOME_COLUMNS + worker.output_stride + worker.outcome_words
+    return Launch(1 if worker.commit_phase is None else 2, 4 * batch * up, 4 * batch * down)
 
 
 def _how(prepared: Prepared) -> str:

@@ -3,7 +3,9 @@
 import dataclasses
 import statistics
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from jspec.bench.decode_compare import Difference
 from jspec.bench.decode_curve import VerifyCost
@@ -34,6 +36,18 @@ class Contender:
     identical: int  # outputs equal to plain's, token for token
     near_ties: int  # outputs whose first difference is a near tie
     compiles_after_warmup: int
+    launch: "Launch | None" = None  # None of the bare loop
+    draft_percent: float | None = (
+        None  # of a step, what is left beside a verify of as many tokens; None where no curve was measured
+    )
+
+
+class Launch(NamedTuple):
+    """What a decode launch takes, whatever the context."""
+
+    dispatches: int
+    upload_bytes: int
+    download_bytes: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,7 +74,17 @@ def decode_json(bench: DecodeBench) -> dict[str, Any]:
     record = dataclasses.asdict(bench)
     for algorithm, found in bench.differences.items():
         record["differences"][algorithm] = [{**dataclasses.asdict(d), "near_tie": d.near_tie} for d in found]
+    for found, contender in zip(record["contenders"], bench.contenders, strict=True):
+        found["launch"] = None if contender.launch is None else contender.launch._asdict()
     return {**record, "verify_costs": [cost._asdict() for cost in bench.verify_costs], "lossless": bench.lossless}
+
+
+def with_draft_share(contender: Contender, costs: Sequence[VerifyCost]) -> Contender:
+    """`contender`, told by the curve of the target's own steps what of its step is not the target's."""
+    if not costs or contender.launch is None or not contender.step_ms:
+        return contender
+    verify_ms = float(np.interp(contender.k + 1, [c.width for c in costs], [c.step_ms for c in costs]))
+    return dataclasses.replace(contender, draft_percent=100 * max(0.0, 1 - verify_ms / contender.step_ms))
 
 
 def _weighted(runs: Sequence[Run], field: str) -> float | None:
@@ -71,7 +95,12 @@ def _weighted(runs: Sequence[Run], field: str) -> float | None:
 
 
 def measure_contender(
-    algorithm: str, k: int, runs: list[Run], plain: list[Run], differences: list[Difference]
+    algorithm: str,
+    k: int,
+    runs: list[Run],
+    plain: list[Run],
+    differences: list[Difference],
+    launch: Launch | None = None,
 ) -> Contender:
     tokens, seconds = sum(run.decode_tokens for run in runs), sum(run.decode_s for run in runs)
     verifies = sum(len(lens) for run in runs for lens in run.accept_lens)
@@ -103,4 +132,5 @@ def measure_contender(
         identical=outputs - len(differences),
         near_ties=sum(difference.near_tie for difference in differences),
         compiles_after_warmup=sum(run.compiles for run in runs),
+        launch=launch,
     )

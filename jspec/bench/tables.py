@@ -85,6 +85,10 @@ def speed_table(title: str, contenders: Sequence[Contender], *, goals: bool) -> 
     row("speed-up / accept length", [_number(c.speedup_per_accept, 2) for c in contenders])
     row("verifies", [str(c.verifies) for c in contenders])
     row("k (drafts a verify)", [str(c.k) for c in contenders])
+    launches = [c.launch for c in contenders]
+    row("dispatches a step", ["-" if x is None else str(x.dispatches) for x in launches])
+    row("  bytes up, down", ["-" if x is None else f"{x.upload_bytes}, {x.download_bytes}" for x in launches])
+    row("  beside the verify", [_number(c.draft_percent, 0, " %") for c in contenders])
     row("exposed host time", [_number(c.exposed_host_ms, 3, " ms") for c in contenders])
     row("  of a step", [_number(c.exposed_host_percent, 2, " %") for c in contenders])
     row("run-ahead", [_number(c.run_ahead, 3) for c in contenders])
@@ -95,6 +99,7 @@ def speed_table(title: str, contenders: Sequence[Contender], *, goals: bool) -> 
 
 SPEED_NOTE = (
     "tokens/s and ms a step: decoding alone, from a prompt's first token to its last. accept length: tokens a verify, bonus included. "
+    "beside the verify: share of a step that a bare step of the target over as many tokens does not take: draft, acceptance, injection. "
     "exposed host time: an iteration's host time during which the device had nothing to do. run-ahead: share of launches made while the one before still ran."
 )
 
