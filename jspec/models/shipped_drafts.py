@@ -5,7 +5,13 @@ import pathlib
 from jspec.models.loading import SMOLLM2
 
 FOLDER = pathlib.Path(__file__).parent.parent / "drafts"
-SHIPPED = {(SMOLLM2, "eagle3"): "smollm2-eagle3", (SMOLLM2, "multi-layer-eagle"): "smollm2-multi-layer"}
+SHIPPED = {
+    (SMOLLM2, "eagle3"): "smollm2-eagle3",
+    (SMOLLM2, "multi-layer-eagle"): "smollm2-multi-layer",
+    (SMOLLM2, "dflash"): "smollm2-dflash",
+    (SMOLLM2, "dspark"): "smollm2-dspark",
+    (SMOLLM2, "frozen-kv-mtp"): "smollm2-frozen-kv",
+}
 """(model, algorithm) -> folder. Each holds a licence and a record of its training."""
 
 

@@ -141,19 +141,24 @@ def frozen_kv_mtp(
 
 
 def frozen_batch(rows, seq_lens, page_table, *, width: int) -> ForwardBatch:
-    """`width` queries a row, all at the last position that has KV: they see it and what is before it, and not each other."""
-    b, real = rows.shape[0], rows > 0
-    last = jnp.maximum(seq_lens - 1, 0)
+    """`width` queries a row, all at the last position that has KV: each sees all that is committed, and no slot behind it is read.
+
+    The row's last `width` tokens take the place of a verify's nodes, and every query sees them all. A row of fewer tokens has so many queries; what is
+    proposed by the others sees nothing.
+    """
+    b = rows.shape[0]
+    nodes = jnp.where(rows > 0, jnp.minimum(seq_lens, width), 0).astype(jnp.int32)
     nobody = jnp.zeros(b * width, jnp.int32)
+    everything = jnp.uint32(0xFFFFFFFF) >> (32 - jnp.maximum(nodes, 1)).astype(jnp.uint32)
     return ForwardBatch(
         input_ids=nobody,
-        positions=jnp.repeat(last, width, total_repeat_length=b * width),
+        positions=jnp.repeat(jnp.maximum(seq_lens - 1, 0), width, total_repeat_length=b * width),
         slots=nobody,  # nothing is written
         rows=rows,
-        prefix_lens=last,
-        extend_lens=jnp.where(real, width, 0).astype(jnp.int32),
+        prefix_lens=seq_lens - nodes,
+        extend_lens=nodes,
         page_table=page_table,
-        ancestors=jnp.ones((b, width), jnp.uint32) if width > 1 else None,
+        ancestors=jnp.broadcast_to(everything[:, None], (b, width)) if width > 1 else None,
         forward_mode=ForwardMode.TARGET_VERIFY if width > 1 else ForwardMode.DECODE,
         query_len=width,
     )

@@ -98,7 +98,9 @@ def _frozen_kv(target: TargetModel, config: EngineConfig) -> SpecWorker:
 
 def _uno(target: TargetModel, config: EngineConfig) -> SpecWorker:
     lora = load_lora(_draft_path(config), target, base=config.model if config.model == SMOLLM2 else "")
-    return uno(target, lora, block_size=config.num_draft_tokens, rejection_sampling=config.rejection_sampling)
+    options: dict[str, Any] = {"topk": config.topk, "rejection_sampling": config.rejection_sampling}
+    options["block_size" if config.topk == 1 else "num_draft_tokens"] = config.num_draft_tokens
+    return uno(target, lora, **options)
 
 
 def _acceptance(config: EngineConfig) -> dict[str, Any]:
@@ -173,7 +175,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         "the model drafts for itself, rows of noise going through an adapter: two forwards a step, two tokens at least",
         _uno,
         ("uno",),
-        ("num_draft_tokens", "draft", "rejection_sampling"),
+        ("num_draft_tokens", "topk", "draft", "rejection_sampling"),
     ),
 }
 

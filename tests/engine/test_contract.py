@@ -33,19 +33,21 @@ WORKERS = {
     "dflash": lambda t: dflash(t, foreseeing(t, successors())),
     "dspark": lambda t: dspark(t, markov_block_draft(t, successors()), ragged_verify="compact", sps=SPS),
     "uno": lambda t: uno(t, random_lora(t)),
+    "uno tree": lambda t: uno(t, random_lora(t), topk=3, num_draft_tokens=9),
     "frozen_kv_mtp": lambda t: frozen_kv_mtp(t, often_right(t), sizes=TREE),
     "plain": plain,
     "ngram": lambda t: ngram(t, num_draft_tokens=5),
     "eagle": lambda t: eagle(t, shadow_draft(t), sizes=TREE),
     "multi_layer_eagle": lambda t: multi_layer_eagle(t, random_draft(t, 3, kind="multi-layer")),
 }
-FAST = ("dflash", "dspark", "uno", "frozen_kv_mtp")  # the others have tests of their own
+FAST = ("dflash", "dspark", "uno", "uno tree", "frozen_kv_mtp")  # the others have tests of their own
 EACH = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in WORKERS]
 TOKENS = 20
 
 
 def drawn_step(name: str) -> str:
     """The line of a worker's docstring, or of what it is made by, that draws its step."""
+    name = name.split()[0]
     module = importlib.import_module(f"jspec.spec_workers.{name}")
     texts = [inspect.getdoc(getattr(module, name)) or ""]
     if name in ("plain", "ngram"):

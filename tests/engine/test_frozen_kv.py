@@ -134,13 +134,28 @@ def test_the_draft_sees_the_committed_prefix_and_nothing_else():
         )
         np.testing.assert_allclose(x[i], alone[0][0], atol=1e-5)
         np.testing.assert_allclose(after[i], alone[1][0], atol=1e-5)
-    # Ten tokens fill two pages and a half: the other half, and the fourth page, are tentative.
-    longer, _ = prefill_batch(jnp.arange(4, dtype=jnp.int32), one, 10 * one, 4 * one, table, page_size=4)
-    tentative = target.forward(target.params, longer, out.kv_pages)
-    np.testing.assert_array_equal(run(tentative.kv_pages, 3)[0], x)
+    # Ten tokens fill two pages and a half; the rest is NaN.
+    past = np.ones((5, 4), bool)
+    past[[3, 1]], past[2, :2] = False, False
+    nothing = jnp.where(past[None, :, None, :, None], jnp.nan, out.kv_pages)
+    np.testing.assert_array_equal(run(nothing, 3)[0], x)
     shorter = target.forward(target.params, batch, target.init_kv(4, 4))
     other = draft.forward(draft.params, ids, hidden, frozen_batch(one, 9 * one, table, width=3), shorter.kv_pages)
     assert np.abs(np.asarray(other[0]) - np.asarray(x)).max() > 1e-3, "the last token of the prefix counts"
+
+
+@pytest.mark.parametrize("width", [1, 3, 32])
+def test_a_question_reads_up_to_the_frontier(width):
+    """Of a row of few tokens, too, and nothing of a padding row."""
+    lens, rows = jnp.arange(40, dtype=jnp.int32), jnp.arange(40, dtype=jnp.int32)
+    asked = frozen_batch(rows, lens, jnp.zeros((40, 1), jnp.int32), width=width)
+    np.testing.assert_array_equal(asked.prefix_lens + asked.extend_lens, lens)
+    np.testing.assert_array_equal(asked.extend_lens, np.minimum(lens, width))
+    np.testing.assert_array_equal(asked.positions.reshape(40, width)[1:], np.repeat(lens[1:, None] - 1, width, axis=1))
+    assert not asked.slots.any()
+    if width > 1:
+        seen = (np.asarray(asked.ancestors)[:, :, None] >> np.arange(width)) & 1 == 1
+        assert (seen[1:] == (np.arange(width) < asked.extend_lens[1:, None, None])).all()
 
 
 def test_chunks_tails_retraction_and_prefix_hits_change_nothing():

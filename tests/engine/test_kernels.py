@@ -2,10 +2,12 @@
 
 import pytest
 from engine.kit import build, greedy
+from engine.test_frozen_kv import random_assistant
+from engine.test_uno import random_lora
 
 from jspec.models.tiny import random_target
 from jspec.models.tiny_draft import random_draft
-from jspec.spec_workers import EagleSizes, eagle, multi_layer_eagle
+from jspec.spec_workers import EagleSizes, eagle, frozen_kv_mtp, multi_layer_eagle, uno
 
 OPTIONS = dict(vocab_size=64, context_len=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=64)
 
@@ -19,6 +21,12 @@ WORKERS = {
     "multi-layer": lambda target: multi_layer_eagle(
         target, random_draft(target, 1, kind="multi-layer", num_modules=2, head_dim=64)
     ),
+    "frozen-kv": lambda target: frozen_kv_mtp(target, random_assistant(target), sizes=EagleSizes(num_steps=2)),
+    "frozen-kv tree": lambda target: frozen_kv_mtp(
+        target, random_assistant(target), sizes=EagleSizes(num_steps=2, topk=4, num_draft_tokens=3)
+    ),
+    "uno": lambda target: uno(target, random_lora(target)),
+    "uno tree": lambda target: uno(target, random_lora(target), topk=2, num_draft_tokens=6),
 }
 
 

@@ -8,13 +8,15 @@ import numpy as np
 import pytest
 import tokenizers
 from engine.kit import CONTEXT, VOCAB, _full_forward, assert_idle, build, greedy, prompts_of, shadow_draft, transformer
+from engine.test_frozen_kv import often_right
+from engine.test_uno import random_lora
 from tokenizers import decoders, models
 
 from jspec import SamplingParams
 from jspec.config import MAX_BAD_WORD_LEN
 from jspec.models.tiny_draft import random_draft
 from jspec.models.tokenizer import Tokenizer
-from jspec.spec_workers import EagleSizes, eagle, multi_layer_eagle, ngram, plain
+from jspec.spec_workers import EagleSizes, eagle, frozen_kv_mtp, multi_layer_eagle, ngram, plain, uno
 
 TOKENS = 24
 
@@ -29,11 +31,16 @@ def engine_of(name: str):
         "chain": lambda: eagle(target, shadow_draft(target), sizes=shapes["chain"]),
         "tree": lambda: eagle(target, shadow_draft(target), sizes=shapes["tree"]),
         "multi-layer": lambda: multi_layer_eagle(target, random_draft(target, 3, kind="multi-layer")),
+        "frozen-kv tree": lambda: frozen_kv_mtp(target, often_right(target), sizes=shapes["tree"]),
+        "uno": lambda: uno(target, random_lora(target)),
+        "uno tree": lambda: uno(target, random_lora(target), topk=2, num_draft_tokens=6),
     }[name]()
     return build(target, worker=worker, page_size=4, max_prefill_tokens=48, mixed_batches=True, tokenizer=letters())
 
 
-WORKERS = ("plain", "ngram", "chain", "tree", "multi-layer")
+SPECULATIVE = ["ngram", "chain", "tree", "multi-layer"]
+SPECULATIVE += [pytest.param(name, marks=pytest.mark.slow) for name in ("frozen-kv tree", "uno", "uno tree")]
+WORKERS = ["plain", *SPECULATIVE]
 
 
 @functools.cache
@@ -123,7 +130,7 @@ def test_each_rule_changes_the_output():
         assert wanted()[name] != slow(prompts()[i], greedy(TOKENS)), name
 
 
-@pytest.mark.parametrize("worker", [name for name in WORKERS if name != "plain"])
+@pytest.mark.parametrize("worker", SPECULATIVE)
 def test_sampled_rules_equal_plain_decoding(worker):
     """With one seed, each rule under temperature and filters gives the tokens of plain decoding."""
     params = [

@@ -30,6 +30,8 @@ from engine.kit import (
     transformer,
     wrong_tokens,
 )
+from engine.test_frozen_kv import often_right
+from engine.test_uno import random_lora
 from tiny_checkpoint import write_checkpoint
 from tokenizers import decoders, models, pre_tokenizers
 
@@ -38,7 +40,7 @@ from jspec.bench.stub import stub_target, stub_worker
 from jspec.engine.programs import Program
 from jspec.models.tiny_draft import random_draft
 from jspec.models.tokenizer import Tokenizer
-from jspec.spec_workers import EagleSizes, Proposal, chain, eagle, multi_layer_eagle, ngram
+from jspec.spec_workers import EagleSizes, Proposal, chain, eagle, frozen_kv_mtp, multi_layer_eagle, ngram, uno
 from jspec.state import ForwardMode
 from jspec.state.requests import is_filling
 
@@ -95,11 +97,20 @@ SWEPT = {
     "multi-layer": lambda num_drafts, _: multi_layer_eagle(
         target(), random_draft(target(), 3, kind="multi-layer", num_modules=num_drafts)
     ),
+    "frozen-kv": lambda num_drafts, _: frozen_kv_mtp(
+        target(), often_right(target()), sizes=EagleSizes(num_steps=num_drafts)
+    ),
+    "uno": lambda num_drafts, _: uno(target(), random_lora(target()), block_size=num_drafts + 1),
+    "uno tree": lambda num_drafts, _: uno(
+        target(), random_lora(target()), block_size=3, topk=3, num_draft_tokens=num_drafts + 1
+    ),
 }
 
 WIDTHS = [("known", num_drafts, page_size) for page_size in (4, 16) for num_drafts in range(1, 13)]
 WIDTHS += [(name, num_drafts, 4) for name in ("ngram", "chain", "tree") for num_drafts in range(1, 13)]
 WIDTHS += [("multi-layer", num_drafts, 4) for num_drafts in range(1, 6)]
+WIDTHS += [(name, num_drafts, 4) for name in ("frozen-kv", "uno") for num_drafts in range(1, 13)]
+WIDTHS += [("uno tree", num_drafts, 4) for num_drafts in range(2, 13)]
 WIDTHS = [pytest.param(*case, marks=() if case == ("known", 6, 4) else pytest.mark.slow) for case in WIDTHS]
 
 

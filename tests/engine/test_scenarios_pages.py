@@ -19,12 +19,14 @@ from engine.kit import (
     slow_greedy,
     transformer,
 )
+from engine.test_frozen_kv import often_right
+from engine.test_uno import random_lora
 
 from jspec import Engine, EngineConfig
 from jspec.bench.stub import stub_target, stub_worker
 from jspec.models.tiny_draft import random_draft
 from jspec.scheduler import pages_to_finish
-from jspec.spec_workers import EagleSizes, eagle, multi_layer_eagle, ngram, plain
+from jspec.spec_workers import EagleSizes, eagle, frozen_kv_mtp, multi_layer_eagle, ngram, plain, uno
 
 ON_OFF = (True, False)
 
@@ -131,6 +133,9 @@ WORKERS = {
         transformer(), shadow_draft(transformer()), sizes=EagleSizes(num_steps=3, topk=2, num_draft_tokens=5)
     ),
     "multi-layer": lambda: multi_layer_eagle(transformer(), random_draft(transformer(), 3, kind="multi-layer")),
+    "frozen-kv": lambda: frozen_kv_mtp(transformer(), often_right(transformer())),
+    "uno": lambda: uno(transformer(), random_lora(transformer())),
+    "uno tree": lambda: uno(transformer(), random_lora(transformer()), topk=2, num_draft_tokens=6),
 }
 
 

@@ -5,25 +5,41 @@ import functools
 import numpy as np
 import pytest
 from engine.kit import CONTEXT, VOCAB, assert_idle, build, greedy, prompts_of, shadow_draft, slow_greedy, transformer
+from engine.test_block_drafts import foreseeing, successors
+from engine.test_frozen_kv import often_right
+from engine.test_uno import random_lora
 
 from jspec import SamplingParams
 from jspec.models.tiny_draft import random_draft
-from jspec.spec_workers import EagleSizes, eagle, multi_layer_eagle, ngram, plain
+from jspec.spec_workers import EagleSizes, dflash, eagle, frozen_kv_mtp, multi_layer_eagle, ngram, plain, uno
 from jspec.state import ForwardMode
 
 TOKENS = 20
 
 
+WORKERS = {
+    "plain": plain,
+    "ngram": lambda t: ngram(t, num_draft_tokens=5, min_ngram=1),
+    "chain": lambda t: eagle(t, shadow_draft(t), sizes=EagleSizes(num_steps=3)),
+    "tree": lambda t: eagle(t, shadow_draft(t), sizes=EagleSizes(num_steps=3, topk=2, num_draft_tokens=6)),
+    "multi-layer": lambda t: multi_layer_eagle(t, random_draft(t, 3, kind="multi-layer")),
+    "dflash": lambda t: dflash(t, foreseeing(t, successors())),
+    "frozen-kv": lambda t: frozen_kv_mtp(t, often_right(t)),
+    "frozen-kv tree": lambda t: frozen_kv_mtp(
+        t, often_right(t), sizes=EagleSizes(num_steps=3, topk=2, num_draft_tokens=6)
+    ),
+    "uno": lambda t: uno(t, random_lora(t)),
+    "uno tree": lambda t: uno(t, random_lora(t), topk=3, num_draft_tokens=9),
+}
+FAST = ("plain", "ngram", "chain", "tree", "multi-layer")
+"""The others have such tests of their own, on fewer settings."""
+
+DRAFTING = [name for name in WORKERS if name != "plain"]
+
+
 @functools.cache
-def workers():
-    target = transformer()
-    return {
-        "plain": plain(target),
-        "ngram": ngram(target, num_draft_tokens=5, min_ngram=1),
-        "chain": eagle(target, shadow_draft(target), sizes=EagleSizes(num_steps=3)),
-        "tree": eagle(target, shadow_draft(target), sizes=EagleSizes(num_steps=3, topk=2, num_draft_tokens=6)),
-        "multi-layer": multi_layer_eagle(target, random_draft(target, 3, kind="multi-layer")),
-    }
+def worker_of(name: str):
+    return WORKERS[name](transformer())
 
 
 @functools.cache
@@ -53,7 +69,7 @@ def modes(engine) -> list[ForwardMode]:
 def engine_of(worker: str, **settings):
     """An engine that nobody used before."""
     settings = {"page_size": 4, "max_running": 4, "max_prefill_tokens": 24, "mixed_batches": True, **settings}
-    return build(transformer(), worker=workers()[worker], **settings)
+    return build(transformer(), worker=worker_of(worker), **settings)
 
 
 def run_staggered(engine, prompts, params, *, every: int = 3):
@@ -74,8 +90,11 @@ PRESSED = {"kv_tokens": 160, "schedule_conservativeness": 0.01}
 pressed = functools.cache(functools.partial(engine_of, **PRESSED))
 """By worker: one such engine, for all tests that leave it idle."""
 
-UNLESS_SLOW = [pytest.param(name, True, id=f"{name}-overlap") for name in workers()]
-UNLESS_SLOW += [pytest.param(name, False, id=f"{name}-no-overlap", marks=pytest.mark.slow) for name in workers()]
+UNLESS_SLOW = [pytest.param(name, True, id=f"{name}-overlap") for name in FAST]
+UNLESS_SLOW += [pytest.param(name, False, id=f"{name}-no-overlap", marks=pytest.mark.slow) for name in WORKERS]
+UNLESS_SLOW += [
+    pytest.param(name, True, id=f"{name}-overlap", marks=pytest.mark.slow) for name in WORKERS if name not in FAST
+]
 
 
 @pytest.mark.parametrize(("worker", "overlap"), UNLESS_SLOW)
@@ -91,7 +110,7 @@ def test_chunks_and_tails_change_no_token(worker, overlap):
     assert_idle(engine)
 
 
-@pytest.mark.parametrize("worker", some_slow("ngram", "chain", "tree", "multi-layer", fast=("chain", "multi-layer")))
+@pytest.mark.parametrize("worker", some_slow(*DRAFTING, fast=("chain", "multi-layer")))
 def test_the_length_of_chunks_changes_no_draft(worker):
     """B50: accept lengths, too, are the same for every length of chunks: the draft is fed the prompt's own next token at a chunk's end."""
     prompts, seen = [np.tile(prompt, 3)[:90].tolist() for prompt in prompts_of(3, seed=2, shortest=40)], []
@@ -114,7 +133,7 @@ def assert_retracted(engine, prompts, params, wanted):
     assert_idle(engine)
 
 
-@pytest.mark.parametrize("worker", list(workers()))
+@pytest.mark.parametrize("worker", some_slow(*WORKERS, fast=FAST))
 def test_retraction_changes_no_token(worker):
     """B04: a pool that holds a third of what the requests want: some are retracted, all say what they say alone, nothing leaks."""
     prompts = prompts_of(8, seed=3, shortest=2, longest=12)
@@ -124,10 +143,10 @@ def test_retraction_changes_no_token(worker):
 @pytest.mark.slow
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no-overlap"])
 @pytest.mark.parametrize("page_size", [1, 16, 64])
-@pytest.mark.parametrize("worker", list(workers()))
+@pytest.mark.parametrize("worker", list(WORKERS))
 def test_retraction_with_other_pages(worker, page_size, overlap):
     """The pool holds one request to its end, and a page for each of the others."""
-    reserve = 2 * workers()[worker].alloc_len
+    reserve = 2 * worker_of(worker).alloc_len
     tokens = (-(-(12 + 60 + reserve) // page_size) + 3) * page_size
     sizes = {"kv_tokens": tokens, "page_size": page_size, "max_prefill_tokens": 64, "overlap": overlap}
     engine = engine_of(worker, **{**PRESSED, **sizes})
@@ -145,7 +164,7 @@ def test_retraction_changes_no_sampled_token(worker):
     assert_retracted(pressed(worker), prompts, params, wanted)
 
 
-@pytest.mark.parametrize("worker", some_slow(*workers(), fast=("ngram", "chain", "multi-layer")))
+@pytest.mark.parametrize("worker", some_slow(*WORKERS, fast=("ngram", "chain", "multi-layer")))
 def test_a_warm_prefix_changes_no_token_and_no_draft(worker):
     """B47: the same prompts twice, and prompts that go on from an answer: tokens and accept lengths are those of an engine without a cache."""
     stem = prompts_of(1, seed=5, shortest=40)[0]
@@ -165,23 +184,23 @@ def test_a_warm_prefix_changes_no_token_and_no_draft(worker):
     assert_idle(warm)
 
 
-@pytest.mark.parametrize("worker", some_slow("ngram", "chain", "tree", fast=("chain",)))
+@pytest.mark.parametrize("worker", some_slow(*DRAFTING, fast=("chain",)))
 def test_prompts_that_part_near_a_page_end(worker):
     """B48: they share one token less than two pages, two pages, and a little more: accept lengths are those without a cache, since a page's name holds the
-    token that the draft's KV at its end has seen."""
+    token that the draft's KV at its end has seen. (UNO's noise follows the seed.)"""
     stem, rest = prompts_of(2, seed=15, shortest=40)
     cold = engine_of(worker, prefix_cache=False, max_running=1, max_prefill_tokens=128)
     warm = engine_of(worker, max_running=1, max_prefill_tokens=128)
-    lookahead = workers()[worker].lookahead
+    lookahead = worker_of(worker).lookahead
     for shared in range(7, 12):
         other = [*stem[:shared], (stem[shared] + 1) % VOCAB, *rest]
         warm.generate([stem], greedy(4))
-        want, got = (engine.generate([other], greedy(TOKENS))[0] for engine in (cold, warm))
+        want, got = (engine.generate([other], greedy(TOKENS, seed=1))[0] for engine in (cold, warm))
         assert (got.token_ids, got.accept_lens) == (want.token_ids, want.accept_lens)
         assert got.cached_tokens == (shared - lookahead) // 4 * 4
 
 
-@pytest.mark.parametrize("worker", list(workers()))
+@pytest.mark.parametrize("worker", some_slow(*WORKERS, fast=FAST))
 def test_a_last_chunk_of_one_token(worker):
     """B51: prompts of a whole number of chunks, a token more and a token less, while others decode."""
     engine = pressed(worker)
@@ -280,7 +299,7 @@ def test_abort_in_the_middle_of_a_prompt(overlap):
 def test_random_traffic_under_pressure():
     """Arrivals, aborts, priorities and shared prefixes at random over a small pool, every invariant checked after every transition: all that end by
     length say what they say alone."""
-    for seed, worker in enumerate(workers()):
+    for seed, worker in enumerate(FAST):
         rng = np.random.default_rng(seed)
         engine = pressed(worker)
         stems = prompts_of(3, seed=seed + 20, shortest=20, longest=60)

@@ -50,8 +50,12 @@ def engine_of(loaded, prompts, **settings):
         {"algorithm": "eagle3"},
         {"algorithm": "eagle3", "num_steps": 4, "topk": 3, "num_draft_tokens": 8},
         {"algorithm": "multi-layer-eagle"},
+        {"algorithm": "dflash"},
+        {"algorithm": "dspark"},
+        {"algorithm": "dspark", "ragged_verify": "compact"},
+        {"algorithm": "frozen-kv-mtp"},
     ],
-    ids=["chain", "tree", "multi-layer"],
+    ids=["chain", "tree", "multi-layer", "dflash", "dspark", "dspark, compact", "frozen-kv"],
 )
 def test_fifty_real_prompts(loaded, settings):
     """Greedy on 25 prompts of MT-bench and 25 of HumanEval: plain's text, token for token, and more than a token a verify."""

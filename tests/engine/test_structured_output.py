@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 import tokenizers
 from engine.kit import CONTEXT, VOCAB, _full_forward, assert_idle, build, greedy, prompts_of, shadow_draft, transformer
+from engine.test_frozen_kv import often_right
+from engine.test_uno import random_lora
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 from tokenizers import decoders, models, pre_tokenizers
 
 from jspec import SamplingParams
 from jspec.models.tokenizer import Tokenizer
-from jspec.spec_workers import EagleSizes, eagle, ngram, plain
+from jspec.spec_workers import EagleSizes, eagle, frozen_kv_mtp, ngram, plain, uno
 
 TEXTS = [*string.digits, *string.ascii_lowercase, *'{}[]":,-._', *"ABCDEFGHIJKLMNOPQ", "<eos>"]
 EOS = TEXTS.index("<eos>")
@@ -50,6 +52,9 @@ WORKERS = {
     "tree": lambda target: eagle(
         target, shadow_draft(target), sizes=EagleSizes(num_steps=3, topk=2, num_draft_tokens=6)
     ),
+    "frozen-kv": lambda target: frozen_kv_mtp(target, often_right(target)),
+    "uno": lambda target: uno(target, random_lora(target)),
+    "uno tree": lambda target: uno(target, random_lora(target), topk=2, num_draft_tokens=6),
 }
 
 
@@ -110,7 +115,10 @@ def each(*names: str, slow: tuple[str, ...]):
     return [*names, *(pytest.param(name, marks=pytest.mark.slow) for name in slow)]
 
 
-@pytest.mark.parametrize("worker", each("plain", "chain", slow=("ngram", "tree")))
+OTHERS = ("frozen-kv", "uno", "uno tree")
+
+
+@pytest.mark.parametrize("worker", each("plain", "chain", slow=("ngram", "tree", *OTHERS)))
 def test_greedy_output_follows_its_grammar(worker):
     """B43, B44: JSON schema, regular expression and GBNF in one batch, beside a request without: token for token what masking one token at a time gives."""
     prompts, params = asked()
@@ -127,7 +135,7 @@ def test_greedy_output_follows_its_grammar(worker):
     assert_idle(engine_of(worker))
 
 
-@pytest.mark.parametrize("worker", each("chain", slow=("ngram", "tree")))
+@pytest.mark.parametrize("worker", each("chain", slow=("ngram", "tree", *OTHERS)))
 def test_sampled_output_follows_its_grammar(worker):
     prompts, _ = asked()
     sampled = [
@@ -141,7 +149,7 @@ def test_sampled_output_follows_its_grammar(worker):
             check(name, output.text)
 
 
-@pytest.mark.parametrize("worker", each("ngram", slow=("chain", "tree")))
+@pytest.mark.parametrize("worker", each("ngram", slow=("chain", "tree", *OTHERS)))
 def test_a_retracted_request_goes_on_with_its_grammar(worker):
     """Steps under way are thrown away and done again: the grammar follows the tokens, not the steps."""
     engine = engine_of(worker, kv_tokens=120, schedule_conservativeness=0.01)

@@ -28,10 +28,11 @@ from engine.kit import (
 from jspec import EngineConfig, SamplingParams
 from jspec.models.lora import MODULES, Lora, LoraConfig, fuse_lora, init_lora, load_lora, save_lora
 from jspec.models.tiny import bigram_target, random_target
-from jspec.spec_workers import build_worker, plain, uno
+from jspec.spec_workers import VerifyKind, build_worker, plain, uno
 from jspec.spec_workers.forward import prefill_batch
 
 TOKENS, BLOCK = 24, 4
+SHAPES = {"chain": {}, "tree": {"topk": 2, "num_draft_tokens": 6}, "wide tree": {"topk": 6, "num_draft_tokens": 32}}
 
 
 @functools.cache
@@ -51,7 +52,8 @@ def random_lora(target, seed: int = 0, **options) -> Lora:
 
 
 def foreseeing(target, table, *, wrong_after=()):
-    """`target`, whose adapted rows propose what a table says follows the pending token, whatever the noise."""
+    """`target`, whose adapted rows propose what a table says follows the pending token, whatever the noise; after some tokens something wrong, and what is
+    right in the second place."""
     follows, wrong = jnp.asarray(table, jnp.int32), jnp.isin(jnp.arange(VOCAB), jnp.asarray(wrong_after, jnp.int32))
     # What the head of a table's target is shown of a token.
     shown = target.embedding(target.params) / np.sqrt(1 / VOCAB + target.config.rms_norm_eps)
@@ -62,7 +64,8 @@ def foreseeing(target, table, *, wrong_after=()):
         rows = [shown[token]]
         for _ in range(batch.query_len - 1):
             token = follows[token]
-            rows.append(shown[jnp.where(wrong[token], (token + 1) % VOCAB, token)])
+            right, other = shown[token], shown[(token + 1) % VOCAB]
+            rows.append(jnp.where(wrong[token][:, None], 0.6 * other + 0.4 * right, 0.6 * right + 0.4 * other))
         hidden = jnp.stack(rows, axis=1).reshape(out.hidden.shape)
         return out._replace(hidden=jnp.where(adapted[:, None], hidden, out.hidden))
 
@@ -82,19 +85,20 @@ def assert_greedy(engine, counts=(1, 3, 8)) -> set[int]:
     return lens
 
 
-FAST = [(1, True), (16, False)]
+FAST = [("chain", 1, True), ("tree", 16, False)]
 
 
 @pytest.mark.parametrize(
-    ("page_size", "overlap"),
+    ("shape", "page_size", "overlap"),
     [
-        pytest.param(page, overlap, marks=() if (page, overlap) in FAST else pytest.mark.slow)
+        pytest.param(shape, page, overlap, marks=() if (shape, page, overlap) in FAST else pytest.mark.slow)
+        for shape in SHAPES
         for page in (1, 4, 16, 64)
         for overlap in (True, False)
     ],
 )
-def test_greedy_equals_full_recompute(page_size, overlap):
-    worker = uno(transformer(), random_lora(transformer()))
+def test_greedy_equals_full_recompute(shape, page_size, overlap):
+    worker = uno(transformer(), random_lora(transformer()), **SHAPES[shape])
     engine = build(transformer(), worker=worker, page_size=page_size, overlap=overlap, max_running=8)
     assert {2, 3} <= assert_greedy(engine), "the adapter was never right, or always: the test shows little"
     assert engine.summary().compiles_after_warmup == 0
@@ -127,6 +131,19 @@ def test_known_accept_lengths(overlap):
     assert_idle(engine)
 
 
+def test_a_tree_holds_what_the_chain_misses():
+    """The first two of every row are in the tree, one of them is right: every verify accepts all there is, where the chain goes wrong."""
+    target = foreseeing(markov(), markov_table(), wrong_after=wrong_tokens())
+    every = sum(2**depth for depth in range(BLOCK))
+    worker = uno(target, random_lora(markov()), topk=2, num_draft_tokens=every)
+    engine = build(markov(), worker=worker, page_size=4, max_running=8)
+    prompts = prompts_of(6, seed=6)
+    for prompt, output in zip(prompts, engine.generate(prompts, greedy(1 + 4 * (BLOCK + 1))), strict=True):
+        assert output.token_ids == markov_continuation(prompt[-1], 1 + 4 * (BLOCK + 1))
+        assert output.accept_lens == [BLOCK + 1] * 4
+    assert_idle(engine)
+
+
 def test_the_adapter_touches_its_rows_only():
     """Base rows bit for bit those of the plain forward, hidden state and KV; adapted rows are not."""
     target, lora = transformer(), random_lora(transformer())
@@ -142,12 +159,16 @@ def test_the_adapter_touches_its_rows_only():
     jax.tree.map(np.testing.assert_array_equal, nobody, plainly)
 
 
-def test_chunks_tails_retraction_and_prefix_hits_change_nothing():
+SOME = ["tree", pytest.param("chain", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("shape", SOME)
+def test_chunks_tails_retraction_and_prefix_hits_change_nothing(shape):
     shared = prompts_of(1, seed=77, shortest=24, longest=24)[0]
     prompts = [*prompts_of(5, seed=5, shortest=20), *[[*shared, i, i + 1] for i in range(4)]]
     engine = build(
         transformer(),
-        worker=uno(transformer(), random_lora(transformer())),
+        worker=uno(transformer(), random_lora(transformer()), **SHAPES[shape]),
         page_size=4,
         max_running=4,
         kv_tokens=160,
@@ -161,8 +182,10 @@ def test_chunks_tails_retraction_and_prefix_hits_change_nothing():
     assert_idle(engine)
 
 
-def test_the_context_can_be_filled_to_its_end():
-    engine = build(markov(), worker=uno(foreseeing(markov(), markov_table()), random_lora(markov())))
+@pytest.mark.parametrize("shape", SOME)
+def test_the_context_can_be_filled_to_its_end(shape):
+    worker = uno(foreseeing(markov(), markov_table()), random_lora(markov()), **SHAPES[shape])
+    engine = build(markov(), worker=worker)
     output = engine.generate([[1] * (CONTEXT - 30)], greedy(60))[0]
     assert output.finish_reason == "length" and output.token_ids == markov_continuation(1, 30)
 
@@ -175,12 +198,14 @@ WISHES = [
 ]
 
 
-def test_every_wish_is_honoured_as_by_plain_decoding():
+@pytest.mark.parametrize("shape", SOME)
+def test_every_wish_is_honoured_as_by_plain_decoding(shape):
     """Sampling, penalties, biases, log-probabilities, in one batch: root and run alike."""
     prompts = prompts_of(len(WISHES), seed=5, shortest=4)
     alone = build(transformer(), worker=plain(transformer()), overlap=False, max_running=1)
     told = [alone.generate([prompt], params)[0] for prompt, params in zip(prompts, WISHES, strict=True)]
-    engine = build(transformer(), worker=uno(transformer(), random_lora(transformer())), max_running=16)
+    worker = uno(transformer(), random_lora(transformer()), **SHAPES[shape])
+    engine = build(transformer(), worker=worker, max_running=16)
     for found, want in zip(engine.generate(prompts, WISHES), told, strict=True):
         assert found.token_ids == want.token_ids
         for ours, theirs in zip(found.logprobs or [], want.logprobs or [], strict=True):
@@ -258,7 +283,31 @@ def test_an_adapter_of_another_base_and_a_missing_one(tmp_path):
         load_lora(tmp_path / "gone", transformer())
     config = EngineConfig(algorithm="uno", draft=str(tmp_path), num_draft_tokens=6)
     assert build_worker(transformer(), config).alloc_len == 7
-    with pytest.raises(ValueError, match="block_size=1 must be at least 2"):
-        uno(transformer(), random_lora(transformer()), block_size=1)
+    config = EngineConfig(algorithm="uno", draft=str(tmp_path), topk=3, num_draft_tokens=9)
+    worker = build_worker(transformer(), config)
+    assert (worker.verify_width, worker.output_stride, worker.alloc_len) == (9, 5, 10)
+    assert worker.verify_kind is VerifyKind.TREE and worker.num_non_draft_tokens == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"block_size": 1}, "block_size=1 must be at least 2"),
+        ({"block_size": 33}, "block_size=33 must be at least 2.* at most 32"),
+        ({"topk": 0}, "topk=0 must be at least 1"),
+        ({"num_draft_tokens": 6}, "num_draft_tokens=6 must be block_size=4 for a chain"),
+        ({"topk": 2, "num_draft_tokens": 3}, r"num_draft_tokens=3 must lie in \[4, 15\]"),
+        ({"topk": 2, "num_draft_tokens": 16}, r"num_draft_tokens=16 must lie in \[4, 15\]"),
+        ({"topk": 4, "num_draft_tokens": 33}, r"num_draft_tokens=33 must lie in \[4, 32\]"),
+        ({"topk": VOCAB + 1}, "topk=65 exceeds the 64 tokens"),
+        ({"topk": 2, "rejection_sampling": True}, "rejection_sampling=True needs topk=1"),
+    ],
+)
+def test_sizes_that_do_not_fit(options, message):
+    with pytest.raises(ValueError, match=message):
+        uno(transformer(), random_lora(transformer()), **options)
+
+
+def test_a_target_that_takes_no_adapter():
     with pytest.raises(ValueError, match="takes an adapter"):
         uno(transformer()._replace(forward_adapted=None), random_lora(transformer()))
