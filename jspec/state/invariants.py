@@ -144,7 +144,7 @@ def check(state: SchedulerState, *, limits: Limits, frontier=None, max_accept: i
         (~filling | (filling.sum() <= 1), "one prompt at most goes in chunks", clocks),
         (~filling | ((committed == allocated) & (committed % page == 0)), "a chunk ends at a page's end", clocks),
         (~decoded | (allocated % page == 0), "a reserved length is page aligned", clocks),
-        (free | (requests.output_len < requests.max_new_tokens), "a running request has tokens to go", {"output_len": requests.output_len}),
+        (free | (requests.output_len < requests.max_new_tokens), "a running request has tokens to go", {"emitted": requests.output_len}),
         (free | (requests.prompt_len + requests.max_new_tokens <= limits.context_len), "a request fits the context",
          {"prompt_len": requests.prompt_len, "max_new_tokens": requests.max_new_tokens}),
         # Rows and launches.
