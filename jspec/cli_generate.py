@@ -140,9 +140,15 @@ class Generation:
         able = [len(prompt.token_ids) for prompt in self._prompts if prompt.refusal is None]
         config = fit_config(config, able * params.n, max_new_tokens=params.max_new_tokens, model_context_len=longest)
         self._algorithm = config.algorithm
-        self._engine = (
-            Engine(config, target=loaded.target, tokenizer=loaded.tokenizer, progress=progress) if able else None
-        )
+        self._engine = None
+        if able:
+            self._engine = Engine(
+                config,
+                target=loaded.target,
+                target_name=loaded.name,
+                tokenizer=loaded.tokenizer,
+                progress=progress,
+            )
 
     def run(self, *, stream: bool, as_json: bool) -> bool:
         """Decodes and prints everything, in the order of the prompts; returns whether no request was refused or failed. To be called once."""

@@ -85,7 +85,7 @@ def explain(
     file: File,
     rid: Annotated[str, typer.Option(help="The request.")],
     iteration: Annotated[int, typer.Option("--iter", help="The iteration.")],
-    field: Annotated[str, typer.Option(help="A column of `jspec trace show`.")],
+    field: Annotated[str, typer.Option(help="A clock: a column of `jspec trace show` that has an owner.")],
     index: Annotated[int | None, typer.Option(help="Which of several answers to the prompt, from 0.")] = None,
 ) -> None:
     """Say of one number which clock it is, who owns it, which boundary it marks, in which mode, and why it differs from its neighbours by so much."""

@@ -90,6 +90,7 @@ class Engine:
     Args:
         config: how it is built.
         target: a model to use instead of loading `config.model`.
+        target_name: what a trace calls it.
         tokenizer: its tokenizer; without one, prompts are token ids and outputs carry no text.
         worker: a spec worker to use instead of the one `config.algorithm` names.
         progress: wraps the builds of compiled programs, `progress(iterable, total=n)`.
@@ -103,6 +104,7 @@ class Engine:
         config: EngineConfig | None = None,
         *,
         target: TargetModel | None = None,
+        target_name: str = "a given target",
         tokenizer: Tokenizer | None = None,
         worker: SpecWorker | None = None,
         progress: Callable[..., Iterable] | None = None,
@@ -110,7 +112,7 @@ class Engine:
         self.config = config = config or EngineConfig()
         if config.compilation_cache:
             use_compilation_cache()
-        self._model = config.model if target is None else "a given target"
+        self._model = config.model if target is None else target_name
         if worker is None:
             check_algorithm(config)
         if target is None:

@@ -70,7 +70,7 @@ class ExploreConfig:
     rows: int = 2  # requests that may run at the same time
     pages: int = 6  # of the pool, the sink not counted
     page_size: int = 2  # tokens a page holds
-    verify_width: int = 2  # most tokens that one step of a row may emit
+    verify_width: int = 2  # most tokens that one step of a row may emit; any fewer are tried, so every depth that an adaptive worker drafts to is among them
     alloc_len: int | None = None  # tokens past its frontier that a step writes; None: `verify_width`
     depth: int = 1  # launches that may be unsettled when the next one is planned: 0 is without overlap
     mixed: bool = True  # running requests ride along in launches that prefill

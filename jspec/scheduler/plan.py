@@ -7,10 +7,10 @@ import numpy as np
 
 from jspec.scheduler.admit import admit, may_admit, preempt
 from jspec.scheduler.prefix_cache import evictable
-from jspec.scheduler.reserve import Reserved, max_new_pages, pages_short, reserve
+from jspec.scheduler.reserve import Reserved, is_short, max_new_pages, pages_short, reserve
 from jspec.scheduler.retract import Left, decayed_ratio, leave, make_room
 from jspec.state.batches import ForwardMode, ScheduleBatch
-from jspec.state.dense import add_at, namespace, replace, set_at
+from jspec.state.dense import add_at, replace, set_at
 from jspec.state.ledger import KVLedger, num_pages_held
 from jspec.state.requests import FinishReason, RequestTable, is_filling
 from jspec.state.results import Launched, record
@@ -27,11 +27,10 @@ class Planned(NamedTuple):
 
 def launchable(requests: RequestTable, ledger: KVLedger, launched: tuple[Launched, ...]):
     """`bool[R]` running rows whose unsettled launches do not already bring their last token: each of these emits at least one."""
-    xp = namespace(requests.output_len)
     expected = requests.output_len
     for item in launched:
         in_flight = (requests.epoch[item.rows] == item.epochs) & (item.rows > 0) & item.emits
-        expected = add_at(expected, item.rows, xp.astype(in_flight, xp.int32))
+        expected = add_at(expected, item.rows, in_flight)
     filled = ledger.kv_committed_len >= requests.fill_len
     return (requests.serial > 0) & filled & (expected < requests.max_new_tokens)
 
@@ -39,8 +38,7 @@ def launchable(requests: RequestTable, ledger: KVLedger, launched: tuple[Launche
 def _reserve_where_short(ledger: KVLedger, active: np.ndarray, limits: Limits) -> tuple[KVLedger, Reserved]:
     """`reserve`, unless every reserve is in place already, as in most steps of a small batch: then it would change nothing."""
     sizes = {"alloc_len": limits.alloc_len, "depth": limits.depth}
-    short = ledger.kv_committed_len + limits.reserve_len > ledger.kv_allocated_len
-    if (short & active).any():
+    if is_short(ledger, active, reserve_len=limits.reserve_len).any():
         return reserve(ledger, active, **sizes)
     none = np.full((active.shape[0], max_new_pages(page_size=ledger.page_size, **sizes)), -1, np.int32)
     return ledger, Reserved(active, num_pages_held(ledger), none)
@@ -51,7 +49,7 @@ def _decode_batch(
 ) -> tuple[SchedulerState, ScheduleBatch | None]:
     """One step of the active rows, their reserves in place. `launched` is not touched."""
     ledger, reserved = _reserve_where_short(state.ledger, active, limits)
-    rows = np.nonzero(reserved.granted)[0].astype(np.int32)
+    rows = reserved.granted.nonzero()[0].astype(np.int32)
     if not len(rows):
         return state, None
     zeros = np.zeros(len(rows), np.int32)

@@ -19,6 +19,11 @@ def max_new_pages(*, alloc_len: int, depth: int, page_size: int) -> int:
     return -(-(depth + 1) * alloc_len // page_size)
 
 
+def is_short(ledger: KVLedger, active, *, reserve_len: int):
+    """`bool[R]`: of these rows, those whose reserve is not in place."""
+    return active & (ledger.kv_committed_len + reserve_len > ledger.kv_allocated_len)
+
+
 def pages_short(ledger: KVLedger, active, *, reserve_len: int):
     """`i32[]`: pages that a `reserve` of these rows would take."""
     xp, page = namespace(ledger.kv_committed_len), ledger.page_size

@@ -8,7 +8,7 @@ from pyrsistent import PDeque, pdeque
 
 from jspec.scheduler.prefix_cache import evict, evictable
 from jspec.scheduler.release import release
-from jspec.scheduler.reserve import pages_short
+from jspec.scheduler.reserve import is_short, pages_short
 from jspec.state.dense import replace
 from jspec.state.requests import FinishReason, Waiting, is_filling
 from jspec.state.scheduler_state import Limits, SchedulerState
@@ -92,6 +92,8 @@ def make_room(
         OUT_OF_PAGES, which the check at submission prevents.
     Source: SGLang `check_decode_mem`, `retract_decode`.
     """
+    if not is_short(state.ledger, active, reserve_len=limits.reserve_len).any():
+        return state, active, ()
     need = pages_short(state.ledger, active, reserve_len=limits.reserve_len)
     left: list[Left] = []
     while need > state.ledger.num_free + (spare := int(evictable(state.ledger, state.prefix_cache).sum())):

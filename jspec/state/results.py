@@ -57,7 +57,7 @@ def record(batch: ScheduleBatch) -> Launched:
             epochs=batch.epochs,
             emits=always,
             commits=always,
-            end_lens=np.zeros_like(batch.rows),
+            end_lens=np.zeros(batch.rows.shape[0], np.int32),
             forward_mode=batch.forward_mode,
         )
     tails = np.zeros(0, np.int32) if batch.tails is None else batch.tails.rows

@@ -1,4 +1,8 @@
-"""A run in the Trace Event Format (JSON), which https://ui.perfetto.dev opens: host and device side by side, requests, pages."""
+"""A run in the Trace Event Format (JSON), which https://ui.perfetto.dev opens: host and device side by side, requests, pages.
+
+Source: the format's description, and what Perfetto's trace processor makes of it: a flow binds to the slice that was begun last on its thread; async slices
+of one category and id lie in each other; slices of a thread do not overlap.
+"""
 
 import json
 from collections.abc import Iterator
@@ -37,15 +41,26 @@ def write_perfetto(timeline: Timeline, path: str | Path) -> None:
     """
     header = timeline.header
     about = {
-        "model": header.model,
-        "algorithm": header.algorithm,
+        "model": _plain(header.model),
+        "algorithm": _plain(header.algorithm),
         "ranks": header.num_ranks,
         "started_at": header.started_at,
         "whole": timeline.broken is None,
     }
-    parts = ",\n".join(json.dumps(event, separators=(",", ":")) for event in trace_events(timeline))
-    with open(path, "w", encoding="ascii", newline="\n") as file:
-        file.write(f'{{"displayTimeUnit":"ms","otherData":{json.dumps(about)},"traceEvents":[\n{parts}\n]}}\n')
+    parts = ",\n".join(map(_json, trace_events(timeline)))
+    with open(path, "w", encoding="utf-8", newline="\n") as file:
+        file.write(f'{{"displayTimeUnit":"ms","otherData":{_json(about)},"traceEvents":[\n{parts}\n]}}\n')
+
+
+def _json(value: Any) -> str:
+    """Without escapes: Perfetto refuses a whole file for one of a surrogate pair, and shows others as they are written."""
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+
+
+def _plain(text: str) -> str:
+    """A name that needs no escape but that of a quote. Perfetto takes a backslash before the closing quote for one that escapes it."""
+    shown = "".join(c if c.isprintable() else "\ufffd" for c in text)
+    return f"{shown} " if shown.endswith("\\") else shown
 
 
 def trace_events(timeline: Timeline) -> list[Event]:
@@ -110,7 +125,7 @@ def _arrow(it: Iteration, phase: str, track: str, when: int, **fields: Any) -> O
 def _clocks(it: Iteration) -> dict[str, str]:
     """By request: where the launch found it, and where it left it."""
     return {
-        f"{line.rid} ({line.serial})": f"{line.kind}: seq_lens {line.seq_lens}, accept_lens {line.accept_lens}, new_seq_lens {line.new_seq_lens}"
+        f"{_plain(line.rid)} ({line.serial})": f"{line.kind}: seq_lens {line.seq_lens}, accept_lens {line.accept_lens}, new_seq_lens {line.new_seq_lens}"
         for line in it.lines
     }
 
@@ -120,8 +135,9 @@ def _requests(timeline: Timeline) -> Iterator[Ordered]:
     last, phases = run_end(timeline), request_phases(timeline)
     for life in timeline.requests.values():
         end = max(last if life.ended is None else life.ended, life.submitted + 1)
+        name = _plain(life.rid)
         args = {
-            "rid": life.rid,
+            "rid": name,
             "rank": life.rank,
             "prompt_len": life.prompt_len,
             "max_new_tokens": life.max_new_tokens,
@@ -131,11 +147,11 @@ def _requests(timeline: Timeline) -> Iterator[Ordered]:
         }
         # Of this process alone, and nested where category and id are the same.
         of_request: dict[str, Any] = {"cat": "request", "id2": {"local": hex(life.serial)}}
-        yield BEGIN_OUTER, _event("b", life.rid, "requests", life.submitted, **of_request, args=args)
+        yield BEGIN_OUTER, _event("b", name, "requests", life.submitted, **of_request, args=args)
         for phase in phases[life.serial]:
             yield BEGIN, _event("b", phase.kind, "requests", phase.begin, **of_request)
             yield END, _event("e", phase.kind, "requests", phase.end, **of_request)
-        yield END_OUTER, _event("e", life.rid, "requests", end, **of_request)
+        yield END_OUTER, _event("e", name, "requests", end, **of_request)
 
 
 def _counters(timeline: Timeline) -> Iterator[Ordered]:

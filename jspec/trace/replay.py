@@ -182,9 +182,9 @@ def _with(states, rank: int, state: SchedulerState) -> tuple[SchedulerState, ...
 def _result(header: Header, recorded: list[Any]) -> GenerationBatchResult:
     accept_lens, new_seq_lens, status, stop_at, tokens, *_ = recorded
     rows = len(accept_lens)
-    lens = np.array(accept_lens, np.int32)
-    if len(tokens) != lens.sum() or (lens > header.output_stride).any():
+    if len(tokens) != sum(accept_lens) or max(accept_lens, default=0) > header.output_stride:
         raise ValueError(f"{len(tokens)} tokens do not fit accept_lens {accept_lens}")
+    lens = np.array(accept_lens, np.int32)
     columns = np.arange(header.output_stride)
     next_token_ids = np.zeros((rows, header.output_stride), np.int32)
     next_token_ids[columns < lens[:, None]] = tokens
@@ -222,10 +222,12 @@ def _compare_committed(
     rank: int, state: SchedulerState, launched: Launched, settled: Settled, result: GenerationBatchResult
 ) -> None:
     """Of a row whose launch commits when it settles, the committed length is then the frontier which that launch published."""
-    for i in (settled.live & launched.commits & (result.status == RowStatus.OK)).nonzero()[0].tolist():
+    commits = settled.live & launched.commits & (result.status == RowStatus.OK)
+    differs = commits & (state.ledger.kv_committed_len[launched.rows] != result.new_seq_lens)
+    for i in differs.nonzero()[0].tolist():
         row, published = int(launched.rows[i]), int(result.new_seq_lens[i])
-        if (found := int(state.ledger.kv_committed_len[row])) != published:
-            raise Divergence(int(launched.forward_iter), rank, "kv_committed_len", published, found, row)
+        found = int(state.ledger.kv_committed_len[row])
+        raise Divergence(int(launched.forward_iter), rank, "kv_committed_len", published, found, row)
 
 
 def _compare_ends(iteration: int, rank: int, launched: Launched, settled: Settled, recorded) -> None:

@@ -1,13 +1,14 @@
 """A recording as what people look at: per iteration the three clocks of every row that ran, and when what happened."""
 
 import dataclasses
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from jspec.state.ledger import total_pages
 from jspec.state.requests import FinishReason
 from jspec.state.scheduler_state import SchedulerState
 from jspec.trace.format import Header, Recording
-from jspec.trace.replay import Moment, replay
+from jspec.trace.replay import Divergence, Moment, replay
 
 
 class Field(NamedTuple):
@@ -88,6 +89,15 @@ class Line:
         return {name: getattr(self, name) for name in FIELDS}
 
 
+class Gone(NamedTuple):
+    """A request that lost its row in a plan."""
+
+    when: int  # it was planned
+    rank: int
+    serial: int
+    why: str  # a reason to end, or "retracted": it waits again
+
+
 @dataclasses.dataclass
 class Iteration:
     """One launch of all ranks. Times are microseconds since the recording began."""
@@ -99,9 +109,7 @@ class Iteration:
     planned: int
     dispatched: int
     lines: list[Line]
-    left: list[
-        tuple[int, int, str]
-    ]  # (rank, serial, reason or "retracted") of those who lost their rows in its plan, or in one since the iteration before that launched nothing
+    left: list[Gone]  # in its plan, or in one since the iteration before that launched nothing
     pages: tuple[int, int, int]  # free, cached, held by running requests alone, after its plan
     waiting: int  # requests that hold no row
     waited: int | None = None  # the host began to wait for the outcome
@@ -139,8 +147,9 @@ class Timeline:
     header: Header
     requests: dict[int, RequestLife]  # by serial
     iterations: list[Iteration]
+    left_last: list[Gone]  # in plans after the last iteration, none of which launched anything
     num_pages: int
-    broken: str | None
+    broken: str | None  # why it is not whole
 
     def of_rid(self, rid: str) -> list[RequestLife]:
         """Requests of that name: several where `n` answers were asked for."""
@@ -148,15 +157,23 @@ class Timeline:
 
 
 def timeline(recording: Recording, *, checked: bool = False) -> Timeline:
-    """Replays a recording, and lists what each iteration did.
+    """Replays a recording, and lists what each iteration did: up to where the replay differs from the record, if it does.
 
-    Raises: as `replay`.
+    Raises: as `replay`, but for `Divergence`.
     """
-    line = Timeline(recording.header, {}, [], 0, recording.broken)
+    num_pages = recording.header.num_pages * recording.header.num_ranks
+    line = Timeline(recording.header, {}, [], [], num_pages, recording.broken)
+    try:
+        _tell(line, replay(recording, checked=checked))
+    except Divergence as error:
+        line.broken = f"the transitions answer other than they did when it was recorded ({error})"
+    return line
+
+
+def _tell(line: Timeline, moments: Iterable[Moment]) -> None:
     by_iter: dict[int, Iteration] = {}
     unsettled: list[Iteration] = []
-    left: list[tuple[int, int, str]] = []
-    for moment in replay(recording, checked=checked):
+    for moment in moments:
         kind, *fields = moment.frame
         if kind == "submit":
             t, rank, serial, rid, index, prompt, prompt_len, max_new_tokens, priority, *_ = fields
@@ -170,10 +187,10 @@ def timeline(recording: Recording, *, checked: bool = False) -> Timeline:
             if any(request.serial == serial for request in moment.before[rank].waiting):
                 life.ended, life.finish_reason = t, FinishReason.ABORT.name
         elif kind == "plan":
-            left += _left(line, moment)
-            iteration = _planned(line, moment, left)
+            line.left_last += _left(line, moment)
+            iteration = _planned(line, moment, line.left_last)
             if iteration is not None:
-                left = []
+                line.left_last = []
                 line.iterations.append(iteration)
                 by_iter[iteration.forward_iter] = iteration
                 unsettled.append(iteration)
@@ -185,8 +202,6 @@ def timeline(recording: Recording, *, checked: bool = False) -> Timeline:
             # Whoever looked first: the watching thread may wake up after the host has its outcome.
             iteration.published = published if iteration.ready is None else min(published, iteration.ready)
             iteration.committed = None if committed < 0 else committed
-    line.num_pages = recording.header.num_pages * recording.header.num_ranks
-    return line
 
 
 def pages_of(states: tuple[SchedulerState, ...]) -> tuple[int, int, int]:
@@ -196,7 +211,7 @@ def pages_of(states: tuple[SchedulerState, ...]) -> tuple[int, int, int]:
     return free, cached, sum(total_pages(state.ledger) for state in states) - free - cached
 
 
-def _left(line: Timeline, moment: Moment) -> list[tuple[int, int, str]]:
+def _left(line: Timeline, moment: Moment) -> list[Gone]:
     """Who lost a row in a plan, and why; their lives are told."""
     _, (_, planned, _), *_ = moment.frame
     left = []
@@ -205,14 +220,14 @@ def _left(line: Timeline, moment: Moment) -> list[tuple[int, int, str]]:
             life = line.requests[gone.serial]
             if gone.reason is FinishReason.NONE:
                 life.retractions += 1
-                left.append((rank, gone.serial, "retracted"))
+                left.append(Gone(planned, rank, gone.serial, "retracted"))
             else:
                 life.ended, life.finish_reason, life.num_tokens = planned, gone.reason.name, gone.output_len
-                left.append((rank, gone.serial, gone.reason.name))
+                left.append(Gone(planned, rank, gone.serial, gone.reason.name))
     return left
 
 
-def _planned(line: Timeline, moment: Moment, left: list[tuple[int, int, str]]) -> Iteration | None:
+def _planned(line: Timeline, moment: Moment, left: list[Gone]) -> Iteration | None:
     """The iteration that a plan launches, if it does."""
     _, (begun, planned, dispatched), depth, _ = moment.frame
     if all(item.batch is None for item in moment.planned):

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jspec.trace.timeline import FIELDS, Timeline
+from jspec.trace.timeline import FIELDS, Gone, Timeline
 
 TEMPLATE = "view.html"
 KINDS = ("prompt", "chunk", "tail", "decode")
@@ -73,6 +73,10 @@ def page_data(timeline: Timeline) -> dict[str, Any]:
     reasons = list(dict.fromkeys(["", *(x.finish_reason for x in lines), *(x.finish_reason for x in lives)]))
     spans, phases = device_spans(timeline), request_phases(timeline)
     run, limits = facts(timeline)
+    left = [
+        *(iteration.left for iteration in iterations),
+        timeline.left_last,
+    ]  # the last ones at an iteration that never was
     of_request = [index[line.serial] for line in lines]
 
     def of_lines(name: str) -> list[int | None]:
@@ -112,7 +116,7 @@ def page_data(timeline: Timeline) -> dict[str, Any]:
             "waiting": of_iterations(it.waiting for it in iterations),
             "rows": [len(it.lines) for it in iterations],
         },
-        "left": [[i, rank, index[serial], why] for i, it in enumerate(iterations) for rank, serial, why in it.left],
+        "left": [[i, gone.rank, index[gone.serial], gone.why] for i, some in enumerate(left) for gone in some],
         "lines": {
             "request": of_request,
             "row": of_lines("row"),
@@ -158,6 +162,7 @@ def run_end(timeline: Timeline) -> int:
     times = [getattr(iteration, name) for iteration in timeline.iterations for name in TIMES]
     for life in timeline.requests.values():
         times += [life.submitted, life.aborted, life.ended]
+    times += [gone.when for gone in timeline.left_last]
     return max((time for time in times if time is not None), default=0)
 
 
@@ -193,12 +198,16 @@ def request_phases(timeline: Timeline) -> dict[int, list[Phase]]:
         if changes[serial][-1][0] != kind:
             changes[serial].append((kind, when))
 
+    def retract(left: list[Gone]) -> None:
+        for gone in left:
+            if gone.why == "retracted":
+                change(gone.serial, "retracted", gone.when)
+
     for it in timeline.iterations:
-        for _, serial, why in it.left:
-            if why == "retracted":
-                change(serial, "retracted", it.planned)
+        retract(it.left)
         for line in it.lines:
             change(line.serial, "prefill" if line.kind in ("prompt", "chunk") else "decode", it.planned)
+    retract(timeline.left_last)
     last, found = run_end(timeline), {}
     for life in timeline.requests.values():
         end = last if life.ended is None else life.ended
@@ -261,6 +270,7 @@ def facts(timeline: Timeline) -> tuple[list[Fact], list[Fact]]:
         ("max_prefill_tokens", f"{limits.max_prefill_tokens:,}", "prompt tokens of one launch"),
         ("mixed", "yes" if limits.mixed else "no", "running requests ride in launches that prefill"),
         ("policy", limits.policy, "who is admitted first"),
+        ("carry", header.carry, "type of what a worker hands on to the next launch, on the device"),
     ]
     return run, what
 

@@ -7,7 +7,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from engine.kit import VOCAB, assert_idle, build, greedy, mixed_params, prompts_of, slow_greedy, transformer
+from engine.kit import (
+    ACCEPT,
+    VOCAB,
+    assert_idle,
+    build,
+    greedy,
+    markov,
+    markov_continuation,
+    markov_table,
+    mixed_params,
+    oracle_accept_lens,
+    prompts_of,
+    slow_greedy,
+    transformer,
+    wrong_tokens,
+)
 
 from jspec import EngineConfig
 from jspec.models.draft_files import load_draft, save_draft
@@ -95,6 +110,37 @@ def test_greedy_equals_full_recompute(shape, page_size, overlap):
         assert_idle(engine)
     summary = engine.summary()
     assert 1.3 < summary.accept_length < worker.output_stride and summary.compiles_after_warmup == 0
+
+
+def hearing(target, wrong_after=()):
+    """An assistant of M1 that goes by hidden states alone: the target's tells it the last accepted token, its own the one it was asked about before."""
+    follows, wrong = jnp.asarray(markov_table()), jnp.isin(jnp.arange(VOCAB), jnp.asarray(wrong_after, jnp.int32))
+    embed = target.embedding(target.params)
+
+    def forward(params, token_ids, hidden, batch, kv_pages):
+        token = follows[jnp.argmax(hidden @ embed.T, axis=-1)]
+        said = jnp.where(wrong[token], (follows[token] + 1) % VOCAB, follows[token])
+        return jax.nn.one_hot(said, VOCAB), embed[token]
+
+    return random_assistant(target)._replace(forward=forward, logits=lambda params, x: x)
+
+
+@pytest.mark.parametrize(
+    ("shape", "overlap"), [("chain", True), ("tree", False), pytest.param("chain", False, marks=pytest.mark.slow)]
+)
+def test_known_accept_lengths(shape, overlap):
+    """Right, wrong and mixed, by hand: what it hears is the hidden state of the last accepted token, whichever that is, and along a path its own."""
+    sizes = SHAPES[shape]
+    worker = frozen_kv_mtp(markov(), hearing(markov(), wrong_tokens()), sizes=sizes)
+    engine = build(markov(), worker=worker, page_size=4, overlap=overlap, max_running=8)
+    for level in (*ACCEPT, "every"):
+        prompts = prompts_of(6, seed=6)
+        if level != "every":
+            prompts = [[*prompt[:-1], ACCEPT[level][i]] for i, prompt in enumerate(prompts)]
+        for prompt, output in zip(prompts, engine.generate(prompts, greedy(TOKENS)), strict=True):
+            assert output.token_ids == markov_continuation(prompt[-1], TOKENS)
+            assert output.accept_lens == oracle_accept_lens(prompt[-1], TOKENS, sizes.num_steps + 1)
+    assert_idle(engine)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

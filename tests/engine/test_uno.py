@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors.numpy
 from engine import laws
 from engine.kit import (
     ACCEPT,
@@ -236,6 +237,34 @@ def test_an_adapter_is_saved_and_loaded(tmp_path, modules):
     again = load_lora(tmp_path, transformer(), base="some")
     assert again.config == config
     jax.tree.map(np.testing.assert_array_equal, again.params, fuse_lora(config, parts, transformer(), jnp.float32))
+
+
+@pytest.mark.parametrize(("storage", "atol"), [("bfloat16", 0.01), ("int8", 0.02)])
+def test_an_adapter_is_stored_narrower(tmp_path, storage, atol):
+    config = LoraConfig(rank=3, alpha=3.0, block_size=5)
+    parts = random_parts(config, transformer())
+    save_lora(tmp_path, config, parts, storage=storage)
+    whole = fuse_lora(config, parts, transformer(), jnp.float32)
+    near = functools.partial(np.testing.assert_allclose, atol=atol)
+    jax.tree.map(near, load_lora(tmp_path, transformer()).params, whole)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_an_adapter_with_a_value_that_is_not_finite(tmp_path, value):
+    config = LoraConfig(rank=2, alpha=4.0, block_size=4)
+    parts = random_parts(config, transformer())
+    save_lora(tmp_path, config, parts)
+    file = tmp_path / "adapter_model.safetensors"
+    tensors = safetensors.numpy.load_file(file)
+    name = "base_model.model.model.layers.1.mlp.up_proj.lora_B.weight"
+    tensors[name][0, 0] = value
+    safetensors.numpy.save_file(tensors, file)
+    with pytest.raises(ValueError, match=f"{name}.* holds 1 values that are NaN or infinite"):
+        load_lora(tmp_path, transformer())
+    parts["layer_0"]["q_proj"]["a"] = parts["layer_0"]["q_proj"]["a"].at[0, 0].set(value)
+    with pytest.raises(ValueError, match=r"q_proj\.lora_A\.weight.* NaN or infinite"):
+        save_lora(tmp_path / "new", config, parts)
+    assert not (tmp_path / "new").exists()
 
 
 def test_fused_parts_are_what_the_parts_do():

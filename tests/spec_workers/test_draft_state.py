@@ -8,11 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from engine.kit import VOCAB, build, prompts_of, transformer
+from engine.test_frozen_kv import often_right
 
 from jspec import SamplingParams
 from jspec.models.tiny_draft import random_draft
 from jspec.spec_workers.eagle import eagle
 from jspec.spec_workers.eagle_sizes import EagleSizes
+from jspec.spec_workers.frozen_kv_mtp import frozen_kv_mtp
 from jspec.spec_workers.multi_layer_eagle import multi_layer_eagle
 
 HOT = tuple(range(1, VOCAB, 2))  # half of the vocabulary
@@ -85,6 +87,20 @@ def test_the_first_module_is_never_stale(chained):
     fresh, _ = carries(engine, [texts[i][:frontier] for i, frontier in some], num_tokens=2)
     for place, (i, frontier) in enumerate(some):
         assert seen[i, frontier].drafts[0] == fresh[place, frontier].drafts[0]
+
+
+@pytest.mark.parametrize("shape", ["tree", pytest.param("chain", marks=pytest.mark.slow)])
+def test_an_assistant_starts_from_what_a_prefill_would_leave(shape):
+    """FROZEN_KV_MTP carries the target's hidden state at the last accepted token, and no other."""
+    engine = engine_of(frozen_kv_mtp(transformer(), often_right(transformer()), sizes=SIZES[shape]))
+    prompts = prompts_of(3, seed=3, longest=20)
+    seen, texts = carries(engine, prompts, num_tokens=14)
+    assert 3 * 3 <= len(seen) < 3 * 13, "no draft was accepted"
+    fresh, _ = carries(engine, [texts[i][:frontier] for i, frontier in seen], num_tokens=2)
+    for place, (i, frontier) in enumerate(seen):
+        ours, theirs = seen[i, frontier], fresh[place, frontier]
+        assert ours.bonus == theirs.bonus == texts[i][frontier]
+        np.testing.assert_allclose(ours.hidden, theirs.hidden, atol=2e-4)
 
 
 def test_drafts_do_not_depend_on_neighbours():

@@ -1,6 +1,7 @@
 """`jspec generate --trace` records a run of a model from files, which `jspec trace` then reads; and what `jspec bench trace` makes of one."""
 
 import json
+from pathlib import Path
 
 import pytest
 from tiny_checkpoint import write_checkpoint
@@ -41,7 +42,7 @@ def test_a_run_of_the_command_line(model, tmp_path):
     assert records[:-1] == [json.loads(line) for line in plainly.stdout.splitlines()][:-1]
     assert records[-1]["summary"]["compiles_after_warmup"] == 0
     found = timeline(read_trace(path), checked=True)
-    assert found.broken is None and found.header.algorithm == "plain"
+    assert found.broken is None and found.header.algorithm == "plain" and found.header.model == Path(model).name
     lives = list(found.requests.values())
     assert [life.rid for life in lives] == ["r1", "r2"]
     assert [life.num_tokens for life in lives] == [6, 6] and {life.finish_reason for life in lives} == {"LENGTH"}

@@ -1,6 +1,8 @@
 """A run in the Trace Event Format: each event has the fields of its phase, slices of a track follow each other, begins and ends match."""
 
+import dataclasses
 import json
+import re
 from collections import defaultdict
 
 import pytest
@@ -31,7 +33,7 @@ def found(request):
 def test_the_file_is_json(found, tmp_path):
     path = tmp_path / "run.json"
     write_perfetto(found, path)
-    data = json.loads(path.read_text("ascii"))
+    data = json.loads(path.read_text("utf-8"))
     assert data["traceEvents"] == json.loads(json.dumps(trace_events(found)))
     assert data["displayTimeUnit"] == "ms" and data["otherData"]["whole"] is (found.broken is None)
 
@@ -56,6 +58,52 @@ def test_times_never_fall_and_tracks_have_names(found):
     assert {(e["pid"], e["tid"]) for e in events if e["ph"] != "M"} <= set(named)
     assert {e["pid"] for e in events if e["name"] == "process_name"} == {pid for pid, _ in named}
     assert set(named.values()) == {"plan", "launch", "wait", "settle", "verify", "commit", "requests"}
+
+
+@pytest.mark.parametrize(
+    ("rid", "shown"),
+    [
+        ("ü 😀 &amp;", "ü 😀 &amp;"),
+        (NASTY, NASTY),
+        ("\ud83d alone", "\ufffd alone"),
+        ("two\nlines\x00", "two\ufffdlines\ufffd"),
+        ("ends with \\", "ends with \\ "),
+        ('a "quote"', 'a "quote"'),
+        ("", ""),
+    ],
+)
+def test_no_name_needs_an_escape_that_perfetto_does_not_know(rid, shown, tmp_path):
+    """Its reader of JSON knows no surrogate pairs, looks for escapes only where there are escaped quotes, and ends a string at a quote without a backslash
+    before it. It refuses the whole file."""
+    found = run()
+    lives = {serial: dataclasses.replace(life, rid=rid) for serial, life in found.requests.items()}
+    iterations = [
+        dataclasses.replace(it, lines=[dataclasses.replace(line, rid=rid) for line in it.lines])
+        for it in found.iterations
+    ]
+    path = tmp_path / "run.json"
+    write_perfetto(dataclasses.replace(found, requests=lives, iterations=iterations), path)
+    text = path.read_text("utf-8")
+    assert text.startswith('{"displayTimeUnit":"ms"'), "by its first two characters the format is known"
+    assert set(re.findall(r"\\(.)", text)) <= {'"'} | ({"\\"} if "\\" in rid else set())
+    assert '\\\\"' not in text
+    outer = [event for event in json.loads(text)["traceEvents"] if event["ph"] == "b" and "args" in event]
+    assert {event["name"] for event in outer} == {event["args"]["rid"] for event in outer} == {shown}
+
+
+def test_an_arrow_binds_to_the_slice_of_its_iteration(found):
+    """Perfetto binds it to the slice that was begun last on its track, at the time of the arrow or before."""
+    newest, bound = {}, 0
+    for event in trace_events(found):
+        track = event["pid"], event["tid"]
+        if event["ph"] == "X":
+            newest[track] = event
+        elif event["ph"] in "stf":
+            slice_ = newest[track]
+            assert (slice_["args"]["forward_iter"], slice_["ts"]) == (event["id"], event["ts"])
+            assert slice_["cat"] == {"s": "launch", "t": "verify", "f": "settle"}[event["ph"]]
+            bound += 1
+    assert bound > 2 * len(found.iterations)
 
 
 def test_slices_of_a_track_do_not_overlap(found):

@@ -235,6 +235,19 @@ def test_a_number_of_the_record_that_is_not_what_the_transitions_answer(name, tm
     assert result.stdout == f"diverged: {where}: {field} is {error.got}, the record says {expected}\n"
 
 
+def test_a_run_that_differs_is_shown_as_far_as_it_does_not(tmp_path):
+    """Such as one that another version of the transitions recorded."""
+    change, _ = RECORD_CHANGES["an allocated length"]
+    path = changed(two_requests(), tmp_path, change)
+    found = timeline(read_trace(path))
+    assert [it.forward_iter for it in found.iterations] == [1]
+    why = "the transitions answer other than they did when it was recorded (iteration 2, rank 0, row 1: kv_allocated_len is 16, the record says 99)"
+    assert found.broken == why
+    for command in (["show"], ["explain", "--rid", "right", "--iter", "1", "--field", "seqlen"], ["view"]):
+        result = CliRunner().invoke(app, ["trace", command[0], str(path), *command[1:]])
+        assert result.exit_code == 0 and result.stderr == f"{path}: {why}; what is before it is read\n"
+
+
 def test_a_token_on_record_that_would_have_ended_the_request(tmp_path):
     def run(watched: Watched) -> None:
         watched.submit([WRONG], SamplingParams(max_new_tokens=9, stop_token_ids=(63,)), rid="r")

@@ -117,7 +117,7 @@ def test_a_prompt_in_chunks_with_a_tail_beside_it():
 def test_who_left_and_who_waits():
     found = timeline(everything_of("eagle").recording)
     name = {serial: life.rid for serial, life in found.requests.items()}
-    left = [(name[serial], why) for iteration in found.iterations for _, serial, why in iteration.left]
+    left = [(name[serial], why) for iteration in found.iterations for _, _, serial, why in iteration.left]
     assert ("aborted in its prompt", "ABORT") in left
     retracted = [rid for rid, why in left if why == "retracted"]
     assert any(rid.startswith("low") for rid in retracted) and any(rid.startswith("pressing") for rid in retracted)
@@ -333,17 +333,24 @@ def test_a_prompt_is_kept_to_know_it_by_and_no_longer():
     assert len(life.prompt) == 120 and life.prompt.isalpha(), "two letters a token"
 
 
-def test_who_left_in_a_plan_that_launched_nothing_is_told_by_the_next(tmp_path):
-    """The only request ends in the middle of its prompt, so its plan launches nothing; another comes later."""
+def test_who_left_in_a_plan_that_launched_nothing(tmp_path):
+    """Twice the only request ends in the middle of its prompt, so its plan launches nothing: after the first another comes, after the second nobody."""
     path = tmp_path / "run.jspec"
     engine = build(markov(), page_size=4, max_prefill_tokens=8, prefill_buckets=(8,), overlap=False, trace=str(path))
-    engine.submit([1] * 30, greedy(4), rid="gone")
-    engine.step()
-    engine.abort("gone")
-    while engine.has_work:
-        list(engine.step())
+
+    def gone(rid: str) -> None:
+        engine.submit([1] * 30, greedy(4), rid=rid)
+        engine.step()
+        engine.abort(rid)
+        while engine.has_work:
+            list(engine.step())
+
+    gone("first")
     engine.generate([[2, 3]], greedy(3))
+    gone("last")
     engine.close()
-    iterations = timeline(read_trace(path)).iterations
-    assert [iteration.left for iteration in iterations if iteration.left] == [[(0, 1, "ABORT")]]
-    assert iterations[1].left and not any(line.rid == "gone" for line in iterations[1].lines)
+    found = timeline(read_trace(path))
+    first, last = found.requests[1], found.requests[3]
+    assert found.iterations[1].left == [(first.ended, 0, 1, "ABORT")] and found.iterations[1].lines[0].serial == 2
+    assert [it.forward_iter for it in found.iterations if it.left] == [2]
+    assert found.left_last == [(last.ended, 0, 3, "ABORT")] and found.iterations[-1].lines[0].serial == 3

@@ -1,6 +1,7 @@
 """The page of a run: it holds the run, whole and as text, needs nothing else, and shows what it is asked for."""
 
 import base64
+import dataclasses
 import hashlib
 import importlib.resources
 import itertools
@@ -15,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from jspec.cli import app
-from jspec.trace.timeline import FIELDS, Timeline
+from jspec.trace.timeline import FIELDS, Gone, Timeline
 from jspec.trace.view import KINDS, TIMES, device_spans, page_data, request_phases, run_end, write_page
 
 from .view_browser import NASTY, cut_run, document_of, picture_of, recording, repeated, run, two_ranks
@@ -98,8 +99,8 @@ def assert_holds(data: dict, found: Timeline) -> None:
         assert sums(iterations[name], once) == [it.pages[i] for it in found.iterations], name
     modes = [tuple(data["modes"][mode] for mode in of_ranks) for of_ranks in iterations["modes"]]
     assert modes == [it.modes for it in found.iterations]
-    left = [[it, (rank, lives[r].serial, why)] for it, rank, r, why in data["left"]]
-    assert left == [[i, gone] for i, it in enumerate(found.iterations) for gone in it.left]
+    left = [[it, rank, lives[r].serial, why] for it, rank, r, why in data["left"]]
+    assert left == [[i, *gone[1:]] for i, it in enumerate(found.iterations) for gone in it.left] != []
     assert iterations["rows"] == [len(it.lines) for it in found.iterations]
     flat = [line for it in found.iterations for line in it.lines]
     assert [lives[r].serial for r in lines["request"]] == [line.serial for line in flat]
@@ -181,6 +182,7 @@ def test_what_ran_is_said():
     assert run_facts["iterations"] == str(len(run().iterations)) and run_facts["requests"] == str(len(lives))
     assert run_facts["tokens"] == f"{sum(life.num_tokens for life in lives):,}"
     assert run_facts["accept length"] == "3.00"  # the stub's
+    assert {name: value for name, value, _ in page_data(run())["limits"]}["carry"] == run().header.carry
     assert run_facts["retractions"] == str(sum(life.retractions for life in lives)) != "0"
     assert json.loads(json.dumps(page_data(run())))["broken"] is None
 
@@ -271,6 +273,37 @@ def test_a_browser_shows_stale_results_and_ranks(tmp_path):
     page = Page(document_of(page_of(found, tmp_path)[0], f"#iteration={it.forward_iter}"))
     assert page.text["iteration-name"].endswith(f"rank 0 {it.modes[0].upper()}, rank 1 IDLE")
     assert [row[-1].startswith("stale") for row in page.rows[2:]] == [not line.live for line in it.lines]
+
+
+def left_at_last() -> Timeline:
+    """The run as if two more requests had lost their rows in plans behind its last iteration."""
+    found = run()
+    first, other, *_ = found.requests
+    end = run_end(found)
+    left = [Gone(end + 5, 0, first, "retracted"), Gone(end + 9, 0, other, "ABORT")]
+    requests = {**found.requests, first: dataclasses.replace(found.requests[first], ended=None, retractions=1)}
+    return dataclasses.replace(found, requests=requests, left_last=left)
+
+
+def test_who_left_behind_the_last_iteration_is_on_the_page():
+    found = left_at_last()
+    number, left = len(found.iterations), page_data(found)["left"]
+    assert left == [*page_data(run())["left"], [number, 0, 0, "retracted"], [number, 0, 1, "ABORT"]]
+    assert request_phases(found)[1][-1] == ("retracted", run_end(run()) + 5, run_end(run()) + 9)
+
+
+def test_a_browser_names_who_left(tmp_path):
+    found, path = left_at_last(), page_of(left_at_last(), tmp_path)[0]
+    names = {serial: life.rid for serial, life in found.requests.items()}
+
+    def said(forward_iter: int) -> str:
+        return Page(document_of(path, f"#iteration={forward_iter}")).text["iteration-left"]
+
+    it = next(it for it in found.iterations[:-1] if it.left)
+    of_it = ", ".join(f"{names[gone.serial]} ({gone.why})" for gone in it.left)
+    assert said(it.forward_iter) == f"left in its plan, or since the iteration before: {of_it}"
+    last = found.iterations[-1]
+    assert not last.left and said(last.forward_iter) == f"left after it: {names[1]} (retracted), {names[2]} (ABORT)"
 
 
 @pytest.mark.parametrize("size", [0, 1, 2, 3])

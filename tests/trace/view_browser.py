@@ -105,7 +105,7 @@ def repeated(times: int) -> Timeline:
             it.lines = [
                 dataclasses.replace(line, serial=line.serial + k * most, rid=f"{k}/{line.rid}") for line in it.lines
             ]
-            it.left = [(rank, serial + k * most, why) for rank, serial, why in it.left]
+            it.left = [gone._replace(serial=gone.serial + k * most, when=gone.when + k * end) for gone in it.left]
             iterations.append(it)
     return dataclasses.replace(found, requests=requests, iterations=iterations)
 
