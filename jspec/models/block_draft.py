@@ -15,8 +15,10 @@ from flax import linen as nn
 from jax.sharding import Mesh
 
 from jspec.models.attention import attend
-from jspec.models.linear import project
-from jspec.models.llama import check_params, rms_norm
+from jspec.models.draft import shared_with_target
+from jspec.models.linear import project, swiglu
+from jspec.models.linen_tree import check_params, declared_params, declared_shapes
+from jspec.models.llama import rms_norm
 from jspec.models.parallel import everywhere
 from jspec.models.rope import RopeScaling, angles, inverse_frequencies, rotate
 from jspec.pallas_kernels.paged_kv_write import init_kv_pages, paged_kv_write
@@ -208,8 +210,9 @@ class BlockLayer(nn.Module):
 
     def layer_out(self, x, mixed):
         x = x + project(mixed.astype(self.dtype), self.o).astype(self.dtype)
-        gate, up = jnp.split(project(rms_norm(x, self.norms[1], self.config.rms_norm_eps), self.gate_up), 2, axis=-1)
-        return x + project((nn.silu(gate) * up).astype(self.dtype), self.down).astype(self.dtype)
+        return x + swiglu(rms_norm(x, self.norms[1], self.config.rms_norm_eps), self.gate_up, self.down).astype(
+            self.dtype
+        )
 
 
 class BlockDraft(nn.Module):
@@ -303,20 +306,7 @@ def block_draft(
     """
     dtype = jnp.dtype(dtype)
     check_params(params, block_param_shapes(config, dtype))
-    if embed.shape != (config.vocab_size, config.hidden_size):
-        raise ValueError(
-            f"the target embeds {embed.shape[0]} tokens in {embed.shape[1]} dimensions; the draft was made for "
-            f"vocab_size={config.vocab_size}, hidden_size={config.hidden_size}: choose a draft made for this target"
-        )
-    if head.shape != (config.draft_vocab_size, config.hidden_size):
-        raise ValueError(f"{head.shape=} must be ({config.draft_vocab_size}, {config.hidden_size})")
-    shared = {"embed": embed, "head": head}
-    if token_ids is not None:
-        shared["token_ids"] = jnp.asarray(token_ids, jnp.int32)
-    elif config.draft_vocab_size != config.vocab_size:
-        raise ValueError(
-            f"token_ids (d2t) is missing: draft_vocab_size={config.draft_vocab_size} differs from vocab_size={config.vocab_size}"
-        )
+    shared = shared_with_target(config, hidden_size=config.hidden_size, embed=embed, head=head, token_ids=token_ids)
     functions = _functions(config, kernels, dtype, token_ids is not None, mesh)
     return BlockDraftModel(_facts(config, dtype), config, {"own": params, "shared": shared}, **functions)
 
@@ -429,10 +419,9 @@ def _facts(config: BlockDraftConfig, dtype: Any) -> BlockDraftFacts:
 
 def block_param_shapes(config: BlockDraftConfig, dtype=jnp.float32) -> Any:
     """The parameter tree of `BlockDraft(config, dtype)` as shapes and dtypes; allocates nothing."""
-    init = functools.partial(BlockDraft(config, jnp.dtype(dtype)).init, method="declare")
-    return jax.eval_shape(init, jax.random.key(0))["params"]
+    return declared_shapes(BlockDraft(config, jnp.dtype(dtype)))
 
 
 def init_block_params(key, config: BlockDraftConfig, dtype=jnp.float32) -> Any:
     """Random parameters to train from."""
-    return BlockDraft(config, jnp.dtype(dtype)).init(key, method="declare")["params"]
+    return declared_params(BlockDraft(config, jnp.dtype(dtype)), key)

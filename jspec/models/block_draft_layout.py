@@ -4,13 +4,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jspec.models.block_draft import BlockDraftConfig
-from jspec.models.eagle_config_file import rope_to_json
-from jspec.models.eagle_layout import Leaf
+from jspec.models.draft_layout import OTHER_DRAFT, Leaf, captured_layers, layer_leaves, layers_to_json
 from jspec.models.huggingface_config import config_from_huggingface
 from jspec.models.target import TargetFacts
 
 ARCHITECTURES = {"dflash": "DFlashDraftModel", "dspark": "DSparkDraftModel"}
-_OTHER_DRAFT = "choose a draft made for this target"
 
 
 def default_block_captures(num_layers: int, num_draft_layers: int) -> tuple[int, ...]:
@@ -54,12 +52,10 @@ def config_from_json(source: str, raw: Mapping[str, Any], *, qk_norm: bool, fact
     for name, have in (("vocab_size", layer.vocab_size), ("hidden_size", layer.hidden_size)):
         want = getattr(facts, name)
         if have != want:
-            raise ValueError(f"{source}: {name}={have} must be the target's {want}: {_OTHER_DRAFT}")
+            raise ValueError(f"{source}: {name}={have} must be the target's {want}: {OTHER_DRAFT}")
     told = raw.get("num_target_layers")
     if told not in (None, facts.num_layers):
-        raise ValueError(
-            f"{source}: num_target_layers={told!r} must be the target's {facts.num_layers}: {_OTHER_DRAFT}"
-        )
+        raise ValueError(f"{source}: num_target_layers={told!r} must be the target's {facts.num_layers}: {OTHER_DRAFT}")
 
     def field(name: str, default: Any, of: type, where: Mapping[str, Any] = own) -> Any:
         value = where.get(name)
@@ -83,6 +79,8 @@ def config_from_json(source: str, raw: Mapping[str, Any], *, qk_norm: bool, fact
             "sample_from_anchor": field("sample_from_anchor", False, bool),
         }
     block_size = raw.get("block_size") if own.get("block_size") is None else own["block_size"]
+    name, default = "target_layer_ids", default_block_captures(facts.num_layers, layer.num_layers)
+    captures = captured_layers(source, name, own.get(name), default, facts.num_layers)
     try:
         return BlockDraftConfig(
             kind=kind,
@@ -95,7 +93,7 @@ def config_from_json(source: str, raw: Mapping[str, Any], *, qk_norm: bool, fact
             num_kv_heads=layer.num_kv_heads,
             head_dim=layer.head_dim,
             context_len=layer.context_len,
-            capture_layers=_capture_layers(source, own, facts.num_layers, layer.num_layers),
+            capture_layers=captures,
             block_size=field("block_size", 16, int, {"block_size": block_size}),
             mask_token_id=field("mask_token_id", None, int),
             qk_norm=qk_norm,
@@ -107,20 +105,6 @@ def config_from_json(source: str, raw: Mapping[str, Any], *, qk_norm: bool, fact
         )
     except ValueError as error:
         raise error if str(error).startswith(source) else ValueError(f"{source}: {error}") from error
-
-
-def _capture_layers(source: str, own: Mapping[str, Any], num_layers: int, num_draft_layers: int) -> tuple[int, ...]:
-    name = "target_layer_ids"
-    layers = own.get(name) or default_block_captures(num_layers, num_draft_layers)
-    if not isinstance(layers, (list, tuple)) or any(type(i) is not int for i in layers):
-        raise ValueError(
-            f"{source}: {name}={layers!r} must be a list of layer numbers: correct the file, or download it again"
-        )
-    if any(not 0 <= i < num_layers for i in layers):
-        raise ValueError(
-            f"{source}: {name}={list(layers)} must lie in 0..{num_layers - 1}, the target's layers: {_OTHER_DRAFT}"
-        )
-    return tuple(layers)
 
 
 def config_to_json(config: BlockDraftConfig, *, num_target_layers: int, torch_dtype: str) -> dict[str, Any]:
@@ -142,24 +126,10 @@ def config_to_json(config: BlockDraftConfig, *, num_target_layers: int, torch_dt
     return {
         "architectures": [ARCHITECTURES[config.kind]],
         "model_type": "qwen3" if config.qk_norm else "llama",
-        "hidden_act": "silu",
         "block_size": config.block_size,
         f"{config.kind}_config": own,
         "num_target_layers": num_target_layers,
-        "num_hidden_layers": config.num_layers,
-        "vocab_size": config.vocab_size,
-        "draft_vocab_size": config.draft_vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "max_position_embeddings": config.context_len,
-        "rms_norm_eps": config.rms_norm_eps,
-        "rope_theta": config.rope_theta,
-        "rope_scaling": rope_to_json(config.rope_scaling),
-        "tie_word_embeddings": False,
-        "torch_dtype": torch_dtype,
+        **layers_to_json(config, num_layers=config.num_layers, torch_dtype=torch_dtype),
     }
 
 
@@ -169,17 +139,10 @@ def leaves(config: BlockDraftConfig) -> Iterator[Leaf]:
     yield Leaf(("fc",), (("fc.weight", (size, len(c.capture_layers) * size)),))
     yield Leaf(("hidden_norm",), (("hidden_norm.weight", (size,)),))
     yield Leaf(("final_norm",), (("norm.weight", (size,)),))
-    q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    norms = ("input_layernorm", "post_attention_layernorm")
     for i in range(c.num_layers):
         where, prefix = f"layer_{i}", f"layers.{i}"
-        qkv = zip("qkv", (q, kv, kv), strict=True)
-        yield Leaf((where, "qkv"), tuple((f"{prefix}.self_attn.{n}_proj.weight", (rows, size)) for n, rows in qkv))
-        yield Leaf((where, "o"), ((f"{prefix}.self_attn.o_proj.weight", (size, q)),))
-        gate_up = tuple((f"{prefix}.mlp.{n}_proj.weight", (c.intermediate_size, size)) for n in ("gate", "up"))
-        yield Leaf((where, "gate_up"), gate_up)
-        yield Leaf((where, "down"), ((f"{prefix}.mlp.down_proj.weight", (size, c.intermediate_size)),))
-        norms = ("input_layernorm", "post_attention_layernorm")
-        yield Leaf((where, "norms"), tuple((f"{prefix}.{n}.weight", (size,)) for n in norms), stacked=True)
+        yield from layer_leaves(c, where, prefix, heads="qkv", norms=norms)
         if c.qk_norm:
             pair = tuple((f"{prefix}.self_attn.{n}_norm.weight", (c.head_dim,)) for n in "qk")
             yield Leaf((where, "qk_norms"), pair, stacked=True)

@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DraftFacts:
@@ -48,3 +50,36 @@ class DraftModel(NamedTuple):
     token_ids: Callable[..., Any]
     project_in: Callable[..., Any]
     project_out: Callable[..., Any]
+
+
+def shared_with_target(
+    config: Any, *, hidden_size: int, embed: Any, head: Any = None, token_ids: Any = None
+) -> dict[str, Any]:
+    """What a draft holds beside its own parameters: the target's embedding table and head, and its vocabulary.
+
+    Args:
+      config: of the draft: its vocabularies.
+      hidden_size: of the target that it was made for.
+      embed: [V, H].
+      head: [Vd, H], the target's head at the draft's tokens; None where the draft has a head of its own.
+      token_ids: i32[Vd], the target's id of each draft id; None: they are the same.
+    Raises:
+      ValueError: they are of another target, or the vocabulary is not told.
+    """
+    if embed.shape != (config.vocab_size, hidden_size):
+        raise ValueError(
+            f"the target embeds {embed.shape[0]} tokens in {embed.shape[1]} dimensions; the draft was made for "
+            f"vocab_size={config.vocab_size}, hidden_size={hidden_size}: choose a draft made for this target"
+        )
+    shared = {"embed": embed}
+    if head is not None:
+        shared["head"] = head
+        if head.shape != (config.draft_vocab_size, hidden_size):
+            raise ValueError(f"{head.shape=} must be ({config.draft_vocab_size}, {hidden_size})")
+    if token_ids is not None:
+        shared["token_ids"] = jnp.asarray(token_ids, jnp.int32)
+    elif config.draft_vocab_size != config.vocab_size:
+        raise ValueError(
+            f"token_ids (d2t) is missing: draft_vocab_size={config.draft_vocab_size} differs from vocab_size={config.vocab_size}"
+        )
+    return shared

@@ -1,12 +1,11 @@
 """A draft's `config.json`, in the fields that public EAGLE checkpoints use."""
 
-import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from jspec.models.draft_layout import OTHER_DRAFT, captured_layers, layers_to_json
 from jspec.models.eagle_draft import EagleConfig
 from jspec.models.huggingface_config import config_from_huggingface
-from jspec.models.rope import RopeScaling
 from jspec.models.target import TargetFacts
 
 ARCHITECTURES = {
@@ -17,7 +16,6 @@ ARCHITECTURES = {
 _PLAIN = "LlamaForCausalLM"
 """What the first public drafts say, EAGLE-1 and EAGLE-3 alike; their tensors tell them apart."""
 
-_OTHER_DRAFT = "choose a draft made for this target"
 # Switches of other trainers that change the forward, and the values under which it is what is implemented.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "norm_before_residual": (False, None),
@@ -73,10 +71,10 @@ def config_from_json(source: str, raw: Mapping[str, Any], kind: str, facts: Targ
     for name, have in (("vocab_size", layer.vocab_size), ("hidden_size", layer.hidden_size)):
         want = getattr(facts, name)
         if have != want:
-            raise ValueError(f"{source}: {name}={have} must be the target's {want}: {_OTHER_DRAFT}")
+            raise ValueError(f"{source}: {name}={have} must be the target's {want}: {OTHER_DRAFT}")
     if raw.get("target_hidden_size") not in (None, facts.hidden_size):
         raise ValueError(
-            f"{source}: target_hidden_size={raw['target_hidden_size']!r} must be the target's {facts.hidden_size}: {_OTHER_DRAFT}"
+            f"{source}: target_hidden_size={raw['target_hidden_size']!r} must be the target's {facts.hidden_size}: {OTHER_DRAFT}"
         )
 
     def field(name: str, default: Any, of: type) -> Any:
@@ -87,6 +85,9 @@ def config_from_json(source: str, raw: Mapping[str, Any], kind: str, facts: Targ
             )
         return value
 
+    name = "eagle_aux_hidden_state_layer_ids"
+    default = default_capture_layers(facts.num_layers)
+    captures = captured_layers(source, name, nested.get(name), default, facts.num_layers) if kind == "eagle3" else ()
     try:
         return EagleConfig(
             kind=kind,
@@ -98,7 +99,7 @@ def config_from_json(source: str, raw: Mapping[str, Any], kind: str, facts: Targ
             num_kv_heads=layer.num_kv_heads,
             head_dim=layer.head_dim,
             context_len=layer.context_len,
-            capture_layers=_capture_layers(source, nested, facts.num_layers) if kind == "eagle3" else (),
+            capture_layers=captures,
             num_modules=field("num_nextn_predict_layers", 1, int) if kind == "multi-layer" else 1,
             chained=field("chained", False, bool) if kind == "multi-layer" else False,
             rms_norm_eps=layer.rms_norm_eps,
@@ -109,42 +110,12 @@ def config_from_json(source: str, raw: Mapping[str, Any], kind: str, facts: Targ
         raise error if str(error).startswith(source) else ValueError(f"{source}: {error}") from error
 
 
-def _capture_layers(source: str, nested: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
-    name = "eagle_aux_hidden_state_layer_ids"
-    given = nested.get(name)
-    layers = given or default_capture_layers(num_layers)
-    if not isinstance(layers, (list, tuple)) or any(type(i) is not int for i in layers):
-        raise ValueError(
-            f"{source}: {name}={layers!r} must be a list of layer numbers: correct the file, or download it again"
-        )
-    if any(not 0 <= i < num_layers for i in layers):
-        origin = "" if given else ", the default,"
-        raise ValueError(
-            f"{source}: {name}={list(layers)}{origin} must lie in 0..{num_layers - 1}, the target's layers: {_OTHER_DRAFT}"
-        )
-    return tuple(layers)
-
-
 def config_to_json(config: EagleConfig, *, torch_dtype: str) -> dict[str, Any]:
     """What `config_from_json` reads."""
     raw = {
         "architectures": [ARCHITECTURES[config.kind]],
         "model_type": "llama",
-        "hidden_act": "silu",
-        "num_hidden_layers": config.num_modules,
-        "vocab_size": config.vocab_size,
-        "draft_vocab_size": config.draft_vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "max_position_embeddings": config.context_len,
-        "rms_norm_eps": config.rms_norm_eps,
-        "rope_theta": config.rope_theta,
-        "rope_scaling": rope_to_json(config.rope_scaling),
-        "tie_word_embeddings": False,
-        "torch_dtype": torch_dtype,
+        **layers_to_json(config, num_layers=config.num_modules, torch_dtype=torch_dtype),
     }
     if config.kind == "eagle3":
         raw["eagle_config"] = {
@@ -153,18 +124,4 @@ def config_to_json(config: EagleConfig, *, torch_dtype: str) -> dict[str, Any]:
         }
     elif config.kind == "multi-layer":
         raw |= {"num_nextn_predict_layers": config.num_modules, "chained": config.chained}
-    return raw
-
-
-def rope_to_json(scaling: RopeScaling | None) -> dict[str, Any] | None:
-    if scaling is None:
-        return None
-    fields = dataclasses.asdict(scaling)
-    raw = {"rope_type": fields.pop("kind"), "factor": fields["factor"]}
-    if scaling.kind == "llama3":
-        raw |= {
-            "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor,
-            "original_max_position_embeddings": scaling.original_context_len,
-        }
     return raw

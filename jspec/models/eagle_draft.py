@@ -8,15 +8,15 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from jax.sharding import Mesh
 
 from jspec.models.attention import attend
-from jspec.models.draft import DraftFacts, DraftModel
-from jspec.models.linear import project
-from jspec.models.llama import check_params, rms_norm
+from jspec.models.draft import DraftFacts, DraftModel, shared_with_target
+from jspec.models.linear import project, swiglu
+from jspec.models.linen_tree import check_params, declared_params, declared_shapes
+from jspec.models.llama import rms_norm
 from jspec.models.parallel import everywhere
 from jspec.models.rope import RopeScaling, angles, inverse_frequencies, rotate
 from jspec.pallas_kernels.paged_kv_write import init_kv_pages, paged_kv_write
@@ -113,8 +113,7 @@ class EagleModule(nn.Module):
     def project_out(self, residual, mixed):
         """Attention's output joins the residual stream; then SwiGLU. The last norm of `norms` is the one before it."""
         x = residual + project(mixed.astype(self.dtype), self.o).astype(self.dtype)
-        gate, up = jnp.split(project(self.norm(x, -1), self.gate_up), 2, axis=-1)
-        return x + project((nn.silu(gate) * up).astype(self.dtype), self.down).astype(self.dtype)
+        return x + swiglu(self.norm(x, -1), self.gate_up, self.down).astype(self.dtype)
 
 
 class Eagle3Module(EagleModule):
@@ -227,22 +226,8 @@ def eagle_draft(
     """
     dtype = jnp.dtype(dtype)
     check_params(params, draft_param_shapes(config, dtype))
-    if embed.shape != (config.vocab_size, config.hidden_size):
-        raise ValueError(
-            f"the target embeds {embed.shape[0]} tokens in {embed.shape[1]} dimensions; the draft was made for "
-            f"vocab_size={config.vocab_size}, hidden_size={config.hidden_size}: choose a draft made for this target"
-        )
-    shared = {"embed": embed}
-    if not config.own_head:
-        shared["head"] = head
-        if head.shape != (config.draft_vocab_size, config.hidden_size):
-            raise ValueError(f"{head.shape=} must be ({config.draft_vocab_size}, {config.hidden_size})")
-    if token_ids is not None:
-        shared["token_ids"] = jnp.asarray(token_ids, jnp.int32)
-    elif config.draft_vocab_size != config.vocab_size:
-        raise ValueError(
-            f"token_ids (d2t) is missing: draft_vocab_size={config.draft_vocab_size} differs from vocab_size={config.vocab_size}"
-        )
+    head = None if config.own_head else head
+    shared = shared_with_target(config, hidden_size=config.hidden_size, embed=embed, head=head, token_ids=token_ids)
     functions = _functions(config, kernels, dtype, token_ids is not None, mesh)
     return DraftModel(_facts(config, dtype), config, {"own": params, "shared": shared}, **functions)
 
@@ -328,10 +313,9 @@ def _facts(config: EagleConfig, dtype: Any) -> DraftFacts:
 
 def draft_param_shapes(config: EagleConfig, dtype=jnp.float32) -> Any:
     """The parameter tree of `EagleDraft(config, dtype)` as shapes and dtypes; allocates nothing."""
-    init = functools.partial(EagleDraft(config, jnp.dtype(dtype)).init, method="declare")
-    return jax.eval_shape(init, jax.random.key(0))["params"]
+    return declared_shapes(EagleDraft(config, jnp.dtype(dtype)))
 
 
 def init_draft_params(key, config: EagleConfig, dtype=jnp.float32) -> Any:
     """Random parameters to train from."""
-    return EagleDraft(config, jnp.dtype(dtype)).init(key, method="declare")["params"]
+    return declared_params(EagleDraft(config, jnp.dtype(dtype)), key)

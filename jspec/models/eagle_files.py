@@ -7,22 +7,14 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jspec.models import eagle_layout
 from jspec.models.draft import DraftModel
+from jspec.models.draft_layout import read_leaves, save_leaves
 from jspec.models.eagle_config_file import config_from_json, config_to_json, draft_kind
-from jspec.models.eagle_draft import EagleConfig, eagle_draft
+from jspec.models.eagle_draft import eagle_draft
+from jspec.models.eagle_layout import BIAS, leaves
 from jspec.models.json_files import read_json
 from jspec.models.target import TargetModel
-from jspec.models.tensor_files import (
-    CONFIG,
-    WEIGHTS,
-    existing,
-    open_tensors,
-    save_tensors,
-    shapes_of,
-    token_ids_of,
-    torch_dtype,
-)
+from jspec.models.tensor_files import CONFIG, WEIGHTS, existing, open_tensors, torch_dtype
 
 
 def load_draft(path: str | os.PathLike[str], target: TargetModel, *, dtype: Any = jnp.float32) -> DraftModel:
@@ -38,9 +30,7 @@ def load_draft(path: str | os.PathLike[str], target: TargetModel, *, dtype: Any 
     with open_tensors(file) as tensors:
         kind = draft_kind(str(folder / CONFIG), raw, tensors.headers)
         config = config_from_json(str(folder / CONFIG), raw, kind, target.facts)
-        eagle_layout.check_tensors(str(file), shapes_of(tensors, ignored=eagle_layout.IGNORED), config)
-        token_ids = token_ids_of(tensors, vocab_size=config.vocab_size)
-        params = eagle_layout.fuse(config, tensors.read, jnp.dtype(dtype))
+        params, token_ids = read_leaves(tensors, leaves(config), config, jnp.dtype(dtype), optional=(BIAS,))
     head = None
     if not config.own_head:
         head = target.head(target.params)
@@ -65,13 +55,5 @@ def save_draft(
     record: Mapping[str, Any] | None = None,
 ) -> None:
     """Write `draft`, of `eagle_draft`, into directory `path`; arguments and errors as of `save_tensors`."""
-    config: EagleConfig = draft.config
-    save_tensors(
-        path,
-        config_to_json(config, torch_dtype=torch_dtype(storage)),
-        eagle_layout.split(config, draft.params["own"]),
-        storage=storage,
-        token_ids=draft.params["shared"].get("token_ids"),
-        vocab_size=config.vocab_size,
-        record=record,
-    )
+    raw = config_to_json(draft.config, torch_dtype=torch_dtype(storage))
+    save_leaves(path, raw, leaves(draft.config), draft, storage=storage, record=record)

@@ -10,8 +10,10 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from jspec.models.attention import attend
-from jspec.models.linear import project
-from jspec.models.llama import check_params, rms_norm
+from jspec.models.draft import shared_with_target
+from jspec.models.linear import project, swiglu
+from jspec.models.linen_tree import check_params, declared_params, declared_shapes
+from jspec.models.llama import rms_norm
 from jspec.models.rope import RopeScaling, angles, inverse_frequencies, rotate
 from jspec.state.batches import ForwardBatch
 
@@ -121,8 +123,9 @@ class FrozenKVLayer(nn.Module):
 
     def layer_out(self, x, mixed):
         x = x + project(mixed.astype(self.dtype), self.o).astype(self.dtype)
-        gate, up = jnp.split(project(rms_norm(x, self.norms[1], self.config.rms_norm_eps), self.gate_up), 2, axis=-1)
-        return x + project((nn.silu(gate) * up).astype(self.dtype), self.down).astype(self.dtype)
+        return x + swiglu(rms_norm(x, self.norms[1], self.config.rms_norm_eps), self.gate_up, self.down).astype(
+            self.dtype
+        )
 
 
 class FrozenKV(nn.Module):
@@ -192,18 +195,7 @@ def frozen_kv_draft(
     """
     dtype = jnp.dtype(dtype)
     check_params(params, frozen_param_shapes(config, dtype))
-    if embed.shape != (config.vocab_size, config.target_hidden_size):
-        raise ValueError(
-            f"the target embeds {embed.shape[0]} tokens in {embed.shape[1]} dimensions; the draft was made for "
-            f"vocab_size={config.vocab_size}, target_hidden_size={config.target_hidden_size}: choose a draft made for this target"
-        )
-    shared = {"embed": embed}
-    if token_ids is not None:
-        shared["token_ids"] = jnp.asarray(token_ids, jnp.int32)
-    elif config.draft_vocab_size != config.vocab_size:
-        raise ValueError(
-            f"token_ids (d2t) is missing: draft_vocab_size={config.draft_vocab_size} differs from vocab_size={config.vocab_size}"
-        )
+    shared = shared_with_target(config, hidden_size=config.target_hidden_size, embed=embed, token_ids=token_ids)
     facts = FrozenKVFacts(
         vocab_size=config.vocab_size,
         draft_vocab_size=config.draft_vocab_size,
@@ -265,10 +257,9 @@ def _functions(config: FrozenKVConfig, kernels: str, dtype: Any, mapped: bool) -
 
 def frozen_param_shapes(config: FrozenKVConfig, dtype=jnp.float32) -> Any:
     """The parameter tree of `FrozenKV(config, dtype)` as shapes and dtypes; allocates nothing."""
-    init = functools.partial(FrozenKV(config, jnp.dtype(dtype)).init, method="declare")
-    return jax.eval_shape(init, jax.random.key(0))["params"]
+    return declared_shapes(FrozenKV(config, jnp.dtype(dtype)))
 
 
 def init_frozen_params(key, config: FrozenKVConfig, dtype=jnp.float32) -> Any:
     """Random parameters to train from."""
-    return FrozenKV(config, jnp.dtype(dtype)).init(key, method="declare")["params"]
+    return declared_params(FrozenKV(config, jnp.dtype(dtype)), key)

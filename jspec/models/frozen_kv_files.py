@@ -7,27 +7,14 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jspec.models.eagle_config_file import rope_to_json
-from jspec.models.eagle_layout import Leaf, check_vocabulary_and_names, fuse_leaves, split_leaves
+from jspec.models.draft_layout import OTHER_DRAFT, Leaf, layer_leaves, layers_to_json, read_leaves, save_leaves
 from jspec.models.frozen_kv_draft import FrozenKVConfig, FrozenKVDraft, frozen_kv_draft
 from jspec.models.huggingface_config import config_from_huggingface
 from jspec.models.json_files import read_json
 from jspec.models.target import TargetFacts, TargetModel
-from jspec.models.tensor_files import (
-    CONFIG,
-    D2T,
-    T2D,
-    WEIGHTS,
-    existing,
-    open_tensors,
-    save_tensors,
-    shapes_of,
-    token_ids_of,
-    torch_dtype,
-)
+from jspec.models.tensor_files import CONFIG, WEIGHTS, existing, open_tensors, torch_dtype
 
 ARCHITECTURE = "JspecFrozenKVAssistant"
-_OTHER_DRAFT = "choose a draft made for this target"
 
 
 def is_frozen_kv(raw: Mapping[str, Any]) -> bool:
@@ -46,12 +33,7 @@ def load_frozen_kv(path: str | os.PathLike[str], target: TargetModel, *, dtype: 
     file = existing(folder, WEIGHTS)
     config = config_from_json(str(folder / CONFIG), read_json(existing(folder, CONFIG)), target.facts)
     with open_tensors(file) as tensors:
-        known: dict[str, tuple[int, ...]] = {D2T: (config.draft_vocab_size,), T2D: (config.vocab_size,)}
-        for leaf in leaves(config):
-            known |= dict(leaf.tensors)
-        check_vocabulary_and_names(str(file), shapes_of(tensors), known, config)
-        token_ids = token_ids_of(tensors, vocab_size=config.vocab_size)
-        params = fuse_leaves(leaves(config), tensors.read, jnp.dtype(dtype))
+        params, token_ids = read_leaves(tensors, leaves(config), config, jnp.dtype(dtype))
     embed = target.embedding(target.params)
     return frozen_kv_draft(config, params, embed=embed, token_ids=token_ids, kernels=target.kernels, dtype=dtype)
 
@@ -64,16 +46,8 @@ def save_frozen_kv(
     record: Mapping[str, Any] | None = None,
 ) -> None:
     """Write `draft` into directory `path`; arguments and errors as of `save_tensors`."""
-    config = draft.config
-    save_tensors(
-        path,
-        config_to_json(config, torch_dtype=torch_dtype(storage)),
-        split_leaves(leaves(config), draft.params["own"]),
-        storage=storage,
-        token_ids=draft.params["shared"].get("token_ids"),
-        vocab_size=config.vocab_size,
-        record=record,
-    )
+    raw = config_to_json(draft.config, torch_dtype=torch_dtype(storage))
+    save_leaves(path, raw, leaves(draft.config), draft, storage=storage, record=record)
 
 
 def config_from_json(source: str, raw: Mapping[str, Any], facts: TargetFacts) -> FrozenKVConfig:
@@ -97,10 +71,10 @@ def config_from_json(source: str, raw: Mapping[str, Any], facts: TargetFacts) ->
         ("head_dim", layer.head_dim, facts.head_dim),
     ):
         if have != want:
-            raise ValueError(f"{source}: {name}={have} must be the target's {want}: {_OTHER_DRAFT}")
+            raise ValueError(f"{source}: {name}={have} must be the target's {want}: {OTHER_DRAFT}")
     if max(layers, default=0) >= facts.num_layers:
         raise ValueError(
-            f"{source}: kv_layers={layers} must lie in 0..{facts.num_layers - 1}, the target's layers: {_OTHER_DRAFT}"
+            f"{source}: kv_layers={layers} must lie in 0..{facts.num_layers - 1}, the target's layers: {OTHER_DRAFT}"
         )
     numbers = {name: own.get(name, default) for name, default in (("num_centroids", 0), ("top_centroids", 32))}
     numbers["draft_vocab_size"] = raw.get("draft_vocab_size", layer.vocab_size)
@@ -132,22 +106,8 @@ def config_to_json(config: FrozenKVConfig, *, torch_dtype: str) -> dict[str, Any
     return {
         "architectures": [ARCHITECTURE],
         "model_type": "llama",
-        "hidden_act": "silu",
-        "num_hidden_layers": len(config.kv_layers),
-        "vocab_size": config.vocab_size,
-        "draft_vocab_size": config.draft_vocab_size,
-        "hidden_size": config.hidden_size,
+        **layers_to_json(config, num_layers=len(config.kv_layers), torch_dtype=torch_dtype),
         "target_hidden_size": config.target_hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "max_position_embeddings": config.context_len,
-        "rms_norm_eps": config.rms_norm_eps,
-        "rope_theta": config.rope_theta,
-        "rope_scaling": rope_to_json(config.rope_scaling),
-        "tie_word_embeddings": False,
-        "torch_dtype": torch_dtype,
         "assistant_config": {
             "kv_layers": list(config.kv_layers),
             "num_centroids": config.num_centroids,
@@ -158,19 +118,13 @@ def config_to_json(config: FrozenKVConfig, *, torch_dtype: str) -> dict[str, Any
 
 def leaves(config: FrozenKVConfig) -> Iterator[Leaf]:
     """Every leaf of `FrozenKV(config)`."""
-    c, size, q = config, config.hidden_size, config.num_heads * config.head_dim
+    c, size = config, config.hidden_size
     yield Leaf(("pre",), (("pre_projection.weight", (size, 2 * c.target_hidden_size)),))
     yield Leaf(("post",), (("post_projection.weight", (c.target_hidden_size, size)),))
     yield Leaf(("final_norm",), (("norm.weight", (size,)),))
     yield Leaf(("head",), (("lm_head.weight", (c.draft_vocab_size, size)),))
     if c.num_centroids:
         yield Leaf(("centroids",), (("centroids.weight", (c.num_centroids, size)),))
+    norms = ("input_layernorm", "post_attention_layernorm")
     for i in range(len(c.kv_layers)):
-        where, prefix = f"layer_{i}", f"layers.{i}"
-        yield Leaf((where, "q"), ((f"{prefix}.self_attn.q_proj.weight", (q, size)),))
-        yield Leaf((where, "o"), ((f"{prefix}.self_attn.o_proj.weight", (size, q)),))
-        gate_up = tuple((f"{prefix}.mlp.{n}_proj.weight", (c.intermediate_size, size)) for n in ("gate", "up"))
-        yield Leaf((where, "gate_up"), gate_up)
-        yield Leaf((where, "down"), ((f"{prefix}.mlp.down_proj.weight", (size, c.intermediate_size)),))
-        norms = ("input_layernorm", "post_attention_layernorm")
-        yield Leaf((where, "norms"), tuple((f"{prefix}.{n}.weight", (size,)) for n in norms), stacked=True)
+        yield from layer_leaves(c, f"layer_{i}", f"layers.{i}", heads="q", norms=norms)

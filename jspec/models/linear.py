@@ -21,6 +21,12 @@ def project(x: jax.Array, weight: jax.Array) -> jax.Array:
     return _tokens_first(x, weight)
 
 
+def swiglu(x: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
+    """`down(silu(gate(x)) * up(x))` (Shazeer, arXiv 2002.05202): f32[T, O] of x[T, I]. `gate_up`: [2 M, I], gates first; `down`: [O, M]."""
+    gate, up = jnp.split(project(x, gate_up), 2, axis=-1)
+    return project((jax.nn.silu(gate) * up).astype(x.dtype), down)
+
+
 def _tokens_first(x: jax.Array, weight: jax.Array) -> jax.Array:
     return lax.dot_general(x, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
 

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jspec.config import KERNEL_BACKENDS
 from jspec.models.attention import attend
 from jspec.models.linear import project
+from jspec.models.linen_tree import check_params, declared_shapes
 from jspec.models.parallel import AXIS, POOL, RANKS, agreed, num_devices, num_ranks, part_of, specs, split
 from jspec.models.rope import RopeScaling, angles, inverse_frequencies, rotate
 from jspec.models.target import ForwardOutput, TargetFacts, TargetModel
@@ -300,20 +301,4 @@ def _facts(config: LlamaConfig, dtype: Any) -> TargetFacts:
 
 def param_shapes(config: LlamaConfig, dtype=jnp.float32) -> Any:
     """The parameter tree of `Llama(config, dtype)` as shapes and dtypes; allocates nothing."""
-    init = functools.partial(Llama(config, jnp.dtype(dtype)).init, method="declare")
-    return jax.eval_shape(init, jax.random.key(0))["params"]
-
-
-def check_params(params: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    """Raise ValueError for the first leaf of `params` that is missing, unknown or shaped other than `expected` says."""
-    found = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
-    wanted = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(expected)}
-    for name in sorted(set(found) ^ set(wanted)):
-        what = "is not a parameter of this config" if name in found else "is missing"
-        raise ValueError(f"params{name} {what}: build params with llama_weights.fuse and the same config")
-    for name, leaf in wanted.items():
-        have = found[name]
-        if have.shape != leaf.shape or have.dtype != leaf.dtype:
-            raise ValueError(
-                f"params{name} is {have.dtype}{list(have.shape)}; this config and dtype want {leaf.dtype}{list(leaf.shape)}"
-            )
+    return declared_shapes(Llama(config, jnp.dtype(dtype)))
