@@ -136,7 +136,7 @@ class Contents:
         self, launched: Launched, settled: Settled, result: GenerationBatchResult, words: np.ndarray
     ) -> HostOutcome:
         """A settled launch whose tokens were appended, for the worker's host side."""
-        lengths = dict(zip(launched.rows.tolist(), (settled.start + settled.num_new).tolist(), strict=True))
+        lengths = settled.start + settled.num_new
         finished = settled.finish_reason != FinishReason.NONE
         return HostOutcome(
             launched.rows,
@@ -145,7 +145,7 @@ class Contents:
             finished,
             result.accept_lens,
             words,
-            lambda row: self._text(row, lengths[row]),
+            lambda row: self._text(row, int(lengths[launched.rows == row][0])),
         )
 
     def _text(self, row: int, num_output: int) -> np.ndarray:

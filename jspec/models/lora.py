@@ -8,7 +8,7 @@ import dataclasses
 import os
 import pathlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -58,11 +58,11 @@ class LoraConfig:
             raise ValueError(f"block_size={self.block_size} must be at least 2: the pending token and what is drafted")
 
 
-class Lora:
+class Lora(NamedTuple):
     """An adapter and its config."""
 
-    def __init__(self, config: LoraConfig, params: Any):
-        self.config, self.params = config, params
+    config: LoraConfig
+    params: Any  # what `TargetModel.forward_adapted` takes
 
 
 def module_shapes(target: TargetModel) -> dict[str, tuple[int, int]]:

@@ -1,27 +1,108 @@
 """What the workers with a block draft share: the block's forward, and the injection of the target's hidden states into the draft's KV."""
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from jspec.future_map import stash
 from jspec.models.block_draft import BlockDraftModel
 from jspec.models.target import TargetModel
-from jspec.spec_workers.base import DeviceSizes, DeviceState, init_device
-from jspec.spec_workers.featured import ExtendHandoff, Handoff, Start
+from jspec.spec_workers.base import (
+    DeviceSizes,
+    DeviceState,
+    PhaseOutput,
+    SpecWorker,
+    VerifyFn,
+    VerifyKind,
+    init_device,
+)
+from jspec.spec_workers.featured import ExtendHandoff, Handoff, Start, check_pair, prefill
 from jspec.spec_workers.forward import row_slots, verify_batch
-from jspec.spec_workers.upload import DecodeInputs
+from jspec.spec_workers.upload import DecodeInputs, ExtendInputs
 
 
-def init_block(target: TargetModel, draft: BlockDraftModel, sizes: DeviceSizes, carry: Any) -> DeviceState:
-    """An idle device with a pool of the draft's beside the target's."""
-    return init_device(
-        sizes,
-        kv_pages=target.init_kv(sizes.num_pages, sizes.page_size),
-        draft_kv_pages=draft.init_kv(sizes.num_pages, sizes.page_size),
-        carry=carry,
+class Carry(NamedTuple):
+    """What crosses an iteration: nothing of the draft, which starts anew from the context."""
+
+    bonus: Any  # i32[B]  the pending token: emitted, its KV not written
+
+
+def block_worker(
+    target: TargetModel, draft: BlockDraftModel, verify_phase: VerifyFn, *, kind: str, **facts: Any
+) -> SpecWorker:
+    """A worker of a block draft, whose `verify_phase` ends with a `Handoff`; what is left to do after publish is the same for all.
+
+    Args:
+        kind: of the draft that it runs.
+        facts: the name, and what else differs of a `SpecWorker`.
+
+    Raises:
+        ValueError: the draft is of another kind, or of another target.
+    """
+    if draft.config.kind != kind:
+        raise ValueError(f"the draft is of kind {draft.config.kind!r}, but this worker runs {kind!r}")
+    check_pair(target, draft)
+    layers, width = draft.facts.capture_layers, draft.config.num_drafts + 1
+
+    def init(sizes: DeviceSizes) -> DeviceState:
+        return init_device(
+            sizes,
+            kv_pages=target.init_kv(sizes.num_pages, sizes.page_size),
+            draft_kv_pages=draft.init_kv(sizes.num_pages, sizes.page_size),
+            carry=Carry(bonus=jax.ShapeDtypeStruct((), jnp.int32)),
+        )
+
+    def extend_phase(params, device: DeviceState, inputs: ExtendInputs, *, table_width: int) -> PhaseOutput:
+        del table_width  # the upload brings the pages this program reads
+        return prefill(target, params["target"], device, inputs, layers)
+
+    def extend_commit(params, device: DeviceState, inputs: ExtendInputs, handoff: ExtendHandoff, *, table_width: int):
+        del table_width, inputs  # the handoff has what was made of them
+        batch = handoff.prompts.batch
+        written = (batch.rows, handoff.captured, batch.positions, batch.slots, handoff.tokens)
+        return _inject(draft, params["draft"], device, *written, handoff.prompts.forward_iter)
+
+    def commit_phase(params, device: DeviceState, inputs: DecodeInputs, handoff: Handoff, *, table_width: int):
+        rows, place = inputs.rows, jnp.arange(width, dtype=jnp.int32)
+        positions = handoff.seq_lens[:, None] + place
+        slots = row_slots(rows, positions, device.page_table[rows, :table_width], page_size=device.page_size)
+        slots = jnp.where(place < handoff.accept_lens[:, None], slots, 0)  # of the accepted tokens, and of no others
+        captured = handoff.captured.reshape(-1, *handoff.captured.shape[2:])
+        bonus = jnp.take_along_axis(handoff.tokens, handoff.accept_lens[:, None] - 1, axis=1)[:, 0]
+        written = (rows, captured, positions.reshape(-1), slots.reshape(-1), bonus)
+        return _inject(draft, params["draft"], device, *written, inputs.forward_iter)
+
+    return SpecWorker(
+        **{
+            "verify_width": width,
+            "output_stride": width,
+            "alloc_len": width,
+            "num_non_draft_tokens": 1,
+            "fixed_accept": None,
+            "verify_kind": VerifyKind.CHAIN,
+            "capture_layers": layers,
+            "params": {"target": target.params, "draft": draft.params},
+            "init": init,
+            "extend_phase": extend_phase,
+            "extend_commit": extend_commit,
+            "verify_phase": verify_phase,
+            "commit_phase": commit_phase,
+            "depths": (draft.config.num_drafts,),
+            "draft_kv_bytes_per_token": draft.facts.kv_bytes_per_token,
+            **facts,
+        }
     )
+
+
+def _inject(
+    draft: BlockDraftModel, params, device: DeviceState, rows, captured, positions, slots, bonus, forward_iter
+) -> DeviceState:
+    """Keys and values of the context, made of `captured: [T, M, H]`, to `slots: i32[T]`; stashes the carry of `rows: i32[B]`."""
+    kv_pages = draft.inject(params, draft.context(params, captured), positions, slots, device.draft_kv_pages)
+    future = stash(device.future, rows, Carry(bonus), forward_iter=forward_iter)
+    return dataclasses.replace(device, draft_kv_pages=kv_pages, future=future)
 
 
 def block_rows(draft: BlockDraftModel, params, begun: Start, rows) -> tuple[Any, Start]:
@@ -45,36 +126,3 @@ def block_rows(draft: BlockDraftModel, params, begun: Start, rows) -> tuple[Any,
     hidden, kv_pages = draft.forward(params, batch.input_ids, batch, device.draft_kv_pages)
     begun = begun._replace(device=dataclasses.replace(device, draft_kv_pages=kv_pages))
     return hidden.reshape(*shape, -1), begun
-
-
-def inject_prompts(
-    draft: BlockDraftModel, params, device: DeviceState, handoff: ExtendHandoff, carry: Any
-) -> DeviceState:
-    """The context's keys and values of prompts, and of the pending token of tails; stashes `carry`."""
-    batch = handoff.prompts.batch
-    context = draft.context(params, handoff.captured)
-    kv_pages = draft.inject(params, context, batch.positions, batch.slots, device.draft_kv_pages)
-    future = stash(device.future, batch.rows, carry, forward_iter=handoff.prompts.forward_iter)
-    return dataclasses.replace(device, draft_kv_pages=kv_pages, future=future)
-
-
-def inject_run(
-    draft: BlockDraftModel,
-    params,
-    device: DeviceState,
-    inputs: DecodeInputs,
-    handoff: Handoff,
-    carry: Any,
-    *,
-    table_width: int,
-) -> DeviceState:
-    """The context's keys and values of the accepted tokens, `accept_lens` of each row, and of no others; stashes `carry`."""
-    rows, width = inputs.rows, handoff.tokens.shape[1]
-    place = jnp.arange(width, dtype=jnp.int32)
-    positions = handoff.seq_lens[:, None] + place
-    slots = row_slots(rows, positions, device.page_table[rows, :table_width], page_size=device.page_size)
-    slots = jnp.where(place < handoff.accept_lens[:, None], slots, 0)
-    context = draft.context(params, handoff.captured.reshape(-1, *handoff.captured.shape[2:]))
-    kv_pages = draft.inject(params, context, positions.reshape(-1), slots.reshape(-1), device.draft_kv_pages)
-    future = stash(device.future, rows, carry, forward_iter=inputs.forward_iter)
-    return dataclasses.replace(device, draft_kv_pages=kv_pages, future=future)

@@ -1,33 +1,17 @@
 """DFLASH: a draft that fills in a whole block at once, over the target's hidden states as its context."""
 
 import functools
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jspec.models.block_draft import BlockDraftModel
 from jspec.models.target import TargetModel
-from jspec.spec_workers.base import DeviceState, PhaseOutput, SpecWorker, VerifyKind
-from jspec.spec_workers.block import block_rows, init_block, inject_prompts, inject_run
+from jspec.spec_workers.base import DeviceState, PhaseOutput, SpecWorker
+from jspec.spec_workers.block import block_rows, block_worker
 from jspec.spec_workers.draft_sampling import best_tokens, draw_tokens
-from jspec.spec_workers.featured import (
-    ExtendHandoff,
-    Handoff,
-    check_acceptance,
-    check_pair,
-    prefill,
-    start,
-    verify_chain,
-    widen,
-)
-from jspec.spec_workers.upload import DecodeInputs, ExtendInputs
-
-
-class Carry(NamedTuple):
-    """What crosses an iteration: nothing of the draft, which starts anew from the context."""
-
-    bonus: Any  # i32[B]  the pending token: emitted, its KV not written
+from jspec.spec_workers.featured import check_acceptance, start, verify_chain, widen
+from jspec.spec_workers.upload import DecodeInputs
 
 
 def dflash(
@@ -60,19 +44,7 @@ def dflash(
 
     Source: DFlash (arXiv 2602.06036); SGLang's DFLASH worker of Spec V2.
     """
-    config, layers, width = draft.config, draft.facts.capture_layers, draft.config.block_size
-    if config.kind != "dflash":
-        raise ValueError(f"the draft is of kind {config.kind!r}, but dflash runs 'dflash'")
-    check_pair(target, draft)
     check_acceptance(rejection_sampling=rejection_sampling, lossy_threshold=lossy_threshold)
-
-    def extend_phase(params, device: DeviceState, inputs: ExtendInputs, *, table_width: int) -> PhaseOutput:
-        del table_width  # the upload brings the pages this program reads
-        return prefill(target, params["target"], device, inputs, layers)
-
-    def extend_commit(params, device: DeviceState, inputs: ExtendInputs, handoff: ExtendHandoff, *, table_width: int):
-        del table_width, inputs  # the handoff has what was made of them
-        return inject_prompts(draft, params["draft"], device, handoff, Carry(handoff.tokens))
 
     def verify_phase(params, device: DeviceState, inputs: DecodeInputs, *, table_width: int, depth: int) -> PhaseOutput:
         begun = start(device, inputs, table_width=table_width, depth=depth, context_len=draft.facts.context_len)
@@ -94,31 +66,9 @@ def dflash(
             inputs,
             jnp.concatenate([begun.carry.bonus[:, None], drafts], axis=1),
             probs,
-            layers=layers,
-            output_stride=width,
+            layers=draft.facts.capture_layers,
+            output_stride=depth + 1,
             lossy_threshold=lossy_threshold,
         )
 
-    def commit_phase(params, device: DeviceState, inputs: DecodeInputs, handoff: Handoff, *, table_width: int):
-        bonus = jnp.take_along_axis(handoff.tokens, handoff.accept_lens[:, None] - 1, axis=1)[:, 0]
-        return inject_run(draft, params["draft"], device, inputs, handoff, Carry(bonus), table_width=table_width)
-
-    return SpecWorker(
-        name=name,
-        verify_width=width,
-        output_stride=width,
-        alloc_len=width,
-        num_non_draft_tokens=1,
-        fixed_accept=None,
-        verify_kind=VerifyKind.CHAIN,
-        capture_layers=layers,
-        params={"target": target.params, "draft": draft.params},
-        init=lambda sizes: init_block(target, draft, sizes, Carry(jax.ShapeDtypeStruct((), jnp.int32))),
-        extend_phase=extend_phase,
-        extend_commit=extend_commit,
-        verify_phase=verify_phase,
-        commit_phase=commit_phase,
-        depths=(width - 1,),
-        draft_kv_bytes_per_token=draft.facts.kv_bytes_per_token,
-        lossy=lossy_threshold < 1,
-    )
+    return block_worker(target, draft, verify_phase, kind="dflash", name=name, lossy=lossy_threshold < 1)

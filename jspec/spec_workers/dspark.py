@@ -4,7 +4,6 @@ import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -21,18 +20,12 @@ from jspec.spec_workers.base import (
     SpecWorker,
     VerifyKind,
 )
-from jspec.spec_workers.block import block_rows, init_block, inject_prompts, inject_run
+from jspec.spec_workers.block import block_rows, block_worker
 from jspec.spec_workers.draft_sampling import best_tokens, draw_tokens
 from jspec.spec_workers.dspark_budget import ALL, Sps, budget
 from jspec.spec_workers.dspark_layout import survival, verify_lens
-from jspec.spec_workers.featured import ExtendHandoff, Handoff, Start, check_pair, prefill, start, verify_chain, widen
-from jspec.spec_workers.upload import DecodeInputs, ExtendInputs
-
-
-class Carry(NamedTuple):
-    """What crosses an iteration: nothing of the draft, which starts anew from the context."""
-
-    bonus: Any  # i32[B]  the pending token: emitted, its KV not written
+from jspec.spec_workers.featured import Start, start, verify_chain, widen
+from jspec.spec_workers.upload import DecodeInputs
 
 
 class Known(NamedTuple):
@@ -84,38 +77,26 @@ def dspark(
     Raises:
         ValueError: a draft or options that do not fit.
 
-    Source: DSpark (arXiv 2607.05147); SGLang's DSPARK worker of Spec V2, whose order after publish is kept: recurrent state, then the injection.
+    Source: DSpark (arXiv 2607.05147); SGLang's DSPARK worker of Spec V2.
     """
-    config, layers, count = draft.config, draft.facts.capture_layers, draft.config.num_drafts
-    if config.kind != "dspark":
-        raise ValueError(f"the draft is of kind {config.kind!r}, but dspark runs 'dspark'")
-    check_pair(target, draft)
+    config, count = draft.config, draft.config.num_drafts
     _check_options(draft, ragged_verify, sps, temperatures)
-    by_rank = ragged_verify != "static"
+    budgeted = ragged_verify != "static"
     scale = np.ones(count, np.float32) if temperatures is None else np.asarray(temperatures, np.float32)
-    width = count + 1
-
-    def extend_phase(params, device: DeviceState, inputs: ExtendInputs, *, table_width: int) -> PhaseOutput:
-        del table_width  # the upload brings the pages this program reads
-        return prefill(target, params["target"], device, inputs, layers)
-
-    def extend_commit(params, device: DeviceState, inputs: ExtendInputs, handoff: ExtendHandoff, *, table_width: int):
-        del table_width, inputs  # the handoff has what was made of them
-        return inject_prompts(draft, params["draft"], device, handoff, Carry(handoff.tokens))
 
     def verify_phase(params, device: DeviceState, inputs: DecodeInputs, *, table_width: int, depth: int) -> PhaseOutput:
         begun = start(device, inputs, table_width=table_width, depth=depth, context_len=draft.facts.context_len)
         hidden, begun = block_rows(draft, params["draft"], begun, inputs.rows)
         block = propose(
-            draft, params["draft"], begun, inputs.rows, hidden[:, config.num_rows - count :], by_rank=by_rank
+            draft, params["draft"], begun, inputs.rows, hidden[:, config.num_rows - count :], budgeted=budgeted
         )
         ragged: dict[str, Any] = {}
-        if by_rank:
+        if budgeted:
             chances = survival(block.confidence, scale)
             ragged["verify_lens"] = verify_lens(chances, inputs.batch_words[0], begun.num_drafts)
             ragged["words"] = lax.bitcast_convert_type(chances.astype(jnp.float32), jnp.int32)
         if ragged_verify == "compact":
-            ragged["token_buckets"] = token_buckets(inputs.rows.shape[0], width)
+            ragged["token_buckets"] = token_buckets(inputs.rows.shape[0], count + 1)
         return verify_chain(
             target,
             params["target"],
@@ -123,33 +104,19 @@ def dspark(
             inputs,
             block.candidates,
             functools.partial(widen, draft, params["draft"], block.probs),
-            layers=layers,
-            output_stride=width,
+            layers=draft.facts.capture_layers,
+            output_stride=count + 1,
             **ragged,
         )
 
-    def commit_phase(params, device: DeviceState, inputs: DecodeInputs, handoff: Handoff, *, table_width: int):
-        bonus = jnp.take_along_axis(handoff.tokens, handoff.accept_lens[:, None] - 1, axis=1)[:, 0]
-        return inject_run(draft, params["draft"], device, inputs, handoff, Carry(bonus), table_width=table_width)
-
-    return SpecWorker(
+    return block_worker(
+        target,
+        draft,
+        verify_phase,
+        kind="dspark",
         name=name,
-        verify_width=width,
-        output_stride=width,
-        alloc_len=width,
-        num_non_draft_tokens=1,
-        fixed_accept=None,
         verify_kind=VerifyKind.RAGGED if ragged_verify == "compact" else VerifyKind.CHAIN,
-        capture_layers=layers,
-        params={"target": target.params, "draft": draft.params},
-        init=lambda sizes: init_block(target, draft, sizes, Carry(jax.ShapeDtypeStruct((), jnp.int32))),
-        extend_phase=extend_phase,
-        extend_commit=extend_commit,
-        verify_phase=verify_phase,
-        commit_phase=commit_phase,
-        depths=(count,),
-        draft_kv_bytes_per_token=draft.facts.kv_bytes_per_token,
-        host=budget_side(count, sps) if by_rank else None,
+        host=budget_side(count, sps) if budgeted else None,
     )
 
 
@@ -209,12 +176,12 @@ def _check_options(
         )
 
 
-def propose(draft: BlockDraftModel, params, begun: Start, rows, hidden, *, by_rank: bool) -> Block:
+def propose(draft: BlockDraftModel, params, begun: Start, rows, hidden, *, budgeted: bool) -> Block:
     """Walks a block from front to back: each token is drawn from what its row says, and from what the token before it adds.
 
     Args:
         hidden: [B, K, H], the rows that propose.
-        by_rank: see `dspark`.
+        budgeted: whether budgets are in use, so that rows depend on each other.
     """
     sampling, (batch, count, _) = begun.device.sampling, hidden.shape
     samples = jnp.any((sampling.temperature[rows] > 0) & (rows > 0))
@@ -222,7 +189,7 @@ def propose(draft: BlockDraftModel, params, begun: Start, rows, hidden, *, by_ra
     state = jnp.zeros((batch, draft.config.markov_rank), hidden.dtype)
     # What is verified depends on drafts, of older steps and of other rows. With the draws keyed by seed and position alone, a position drafted again would be
     # drafted by the same noise, and requests of one seed by each other's: the choice of what to test would know the draft that it tests.
-    salts = begun.seq_lens * begun.device.page_table.shape[0] + rows if by_rank else begun.seq_lens
+    salts = begun.seq_lens * begun.device.page_table.shape[0] + rows if budgeted else begun.seq_lens
     tokens, probs, confidence = [begun.carry.bonus], [], []
     for k in range(count):
         previous = draft.previous(params, tokens[-1])

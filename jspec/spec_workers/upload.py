@@ -66,6 +66,9 @@ class ExtendSizes(NamedTuple):
         return self.num_tokens + prompts + self.num_tails * (DECODE_COLUMNS + self.max_new_pages)
 
 
+_NO_WORDS = (np.zeros((1, 0), np.int32), np.zeros(0, np.int32))
+
+
 def pack_decode(batch: ScheduleBatch, *, bucket: int, words: tuple[Any, Any] | None = None) -> np.ndarray:
     """`i32[bucket, 4 + K]`: the whole upload of a DECODE launch. Its size knows nothing of context length.
 
@@ -73,7 +76,7 @@ def pack_decode(batch: ScheduleBatch, *, bucket: int, words: tuple[Any, Any] | N
         words: of a worker with a host side, i32[b, C] and i32[D]: they lie behind the pages, the latter in each row.
     """
     b, end = batch.rows.shape[0], DECODE_COLUMNS + batch.new_pages.shape[1]
-    of_rows, of_batch = (np.zeros((b, 0)), np.zeros(0)) if words is None else words
+    of_rows, of_batch = words or _NO_WORDS
     behind = end + of_rows.shape[1]
     upload = np.zeros((bucket, behind + len(of_batch)), np.int32)
     upload[:b, end:behind] = of_rows

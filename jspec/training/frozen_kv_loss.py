@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jspec.models.frozen_kv_draft import FrozenKVDraft
+from jspec.models.frozen_kv_draft import FrozenKVConfig, FrozenKVDraft
 from jspec.models.linear import project
 from jspec.models.llama import LlamaConfig, rms_norm
 from jspec.models.rope import angles, inverse_frequencies, rotate
@@ -22,6 +22,11 @@ class KVWeights(NamedTuple):
     kv: Any  # f32[N, 2 Hkv D, H]
     bias: Any  # f32[N, 2 Hkv D]
     k_norms: Any  # f32[N, D]; () where the target has none
+
+
+def asked_layers(config: FrozenKVConfig) -> tuple[int, ...]:
+    """The target's layers that an assistant asks, each once."""
+    return tuple(dict.fromkeys(config.kv_layers))
 
 
 def kv_weights(target: TargetModel, layers: tuple[int, ...]) -> KVWeights:
@@ -64,9 +69,9 @@ def frozen_kv_loss(
     Args:
         draft: what is trained; its `params["shared"]` is used, its own parameters are not.
         params: the tree that takes the place of `draft.params["own"]`.
-        target_config, weights: of the target's layers that `draft.config.kv_layers` names.
+        target_config, weights: of the target's layers `asked_layers`.
         target_head: f32[Vd, H], the target's head at the draft's tokens.
-        batch: its `captured` holds what goes into these layers, in their order.
+        batch: its `captured` holds what goes into these layers, each once, in the order of `asked_layers`.
         depths, decay, max_starts: as of `draft_loss`, but that starts are drawn.
 
     Returns: as `draft_loss`.
@@ -78,14 +83,15 @@ def frozen_kv_loss(
     positions, everywhere = starts.rows.reshape(-1), jnp.tile(row, num)
     flat = batch.captured.astype(jnp.float32).reshape(num * length, *batch.captured.shape[2:])
     asked = []
-    for layer in range(len(config.kv_layers)):
-        pair = target_kv(target_config, weights, layer, flat[:, layer], everywhere)
+    for index in range(len(asked_layers(config))):
+        pair = target_kv(target_config, weights, index, flat[:, index], everywhere)
         asked.append(tuple(x.reshape(num, length, *x.shape[1:]) for x in pair))
     tally = Tally(starts, draft_ids(draft, batch.tokens))
     hidden, total = starts.at(batch.hidden, 0).astype(jnp.float32).reshape(-1, batch.hidden.shape[-1]), jnp.zeros(())
     for depth in range(depths):
         x = draft.embed(full, starts.at(batch.tokens[:, 1:], depth).reshape(-1), hidden)
-        for layer, (keys, values) in enumerate(asked):
+        for layer, of_target in enumerate(config.kv_layers):
+            keys, values = asked[asked_layers(config).index(of_target)]
             q = draft.query(full, x, positions, layer=layer)
             q = q.reshape(*shape, config.num_kv_heads, -1, config.head_dim) * config.head_dim**-0.5
             scores = jnp.einsum("bahgd,bshd->bhgas", q, keys, preferred_element_type=jnp.float32)

@@ -238,9 +238,9 @@ def _own(start: AnyDraft, config: Any, path: pathlib.Path | None) -> Any:
 
 
 def _capture_layers(job: TrainJob, num_layers: int) -> tuple[int, ...]:
-    """Layers whose hidden states a draft is trained on. Those of an assistant are what goes into the layer that it asks, once for each of its own."""
+    """Layers whose hidden states a draft is trained on. Those of an assistant are what goes into the layer that it asks."""
     if job.kind == FROZEN_KV:
-        return (max(num_layers - 2, 0),) * job.num_layers
+        return (max(num_layers - 2, 0),)
     if job.capture_layers:
         return job.capture_layers
     # A target of a few layers has no low, middle and high: they are moved into what there is.

@@ -10,7 +10,7 @@ from jspec.models.eagle_draft import EagleConfig, draft_param_shapes, eagle_draf
 from jspec.models.frozen_kv_draft import FrozenKVConfig, frozen_kv_draft, frozen_param_shapes, init_frozen_params
 from jspec.models.target import TargetModel
 from jspec.training.block_loss import block_loss
-from jspec.training.frozen_kv_loss import frozen_kv_loss, kv_weights
+from jspec.training.frozen_kv_loss import asked_layers, frozen_kv_loss, kv_weights
 from jspec.training.loss import Batch, draft_loss
 from jspec.training.options import TrainOptions
 from jspec.training.warm_start import block_warm_start, warm_start
@@ -104,7 +104,7 @@ def _frozen_kv_recipe(config: FrozenKVConfig, target: TargetModel, token_ids: An
 
     return Recipe(
         config=config,
-        fixed=(like.params["shared"], head, kv_weights(target, config.kv_layers)),
+        fixed=(like.params["shared"], head, kv_weights(target, asked_layers(config))),
         init=lambda key: init_frozen_params(key, config),
         loss=loss,
         build=build,

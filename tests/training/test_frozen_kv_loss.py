@@ -81,7 +81,7 @@ def test_the_loss_is_that_of_what_the_worker_computes():
 def test_an_assistant_learns_its_target(tmp_path):
     stored = kit.store(tmp_path / "features", kit.answers(40))
     config = config_of(kit.target(), kv_layers=(1, 1))
-    stored = kit.reopen(tmp_path / "features", capture_layers=(0, 0))
+    stored = kit.reopen(tmp_path / "features", capture_layers=(0,))
     result = train(config, kit.target(), stored, kit.train_options(steps=60), work_dir=tmp_path / "run")
     assert result.held_out["accept_len"] > 2 and len(result.held_out["agree"]) == 2
 
