@@ -175,6 +175,37 @@ def slow_greedy(target, prompt: list[int], num_tokens: int, stop=()) -> list[int
     return out
 
 
+@functools.cache
+def transformer_continuation(prompt: tuple[int, ...], length: int = 24) -> list[int]:
+    """What M2 decodes greedily after `prompt`, without any cache."""
+    return slow_greedy(transformer(), list(prompt), length)
+
+
+def assert_known_lens(worker, lens_of, *, overlap: bool, num_tokens: int = 24) -> None:
+    """A worker of M1: drafts all right, all wrong, mixed, and all of these in one batch; `lens_of(last token, tokens)` says the accept length of every verify."""
+    engine = build(markov(), worker=worker, page_size=4, overlap=overlap, max_running=8)
+    for level in (*ACCEPT, "every"):
+        prompts = prompts_of(6, seed=6)
+        if level != "every":
+            prompts = [[*prompt[:-1], ACCEPT[level][i]] for i, prompt in enumerate(prompts)]
+        for prompt, output in zip(prompts, engine.generate(prompts, greedy(num_tokens)), strict=True):
+            assert output.token_ids == markov_continuation(prompt[-1], num_tokens)
+            assert output.accept_lens == lens_of(prompt[-1], num_tokens)
+    assert_idle(engine)
+
+
+def assert_schedules_change_nothing(worker) -> None:
+    """A worker of M2: long prompts in chunks, running rows riding along, a pool too small for all, prompts with a common beginning."""
+    shared = prompts_of(1, seed=77, shortest=24, longest=24)[0]
+    prompts = [*prompts_of(5, seed=5, shortest=20), *[[*shared, i, i + 1] for i in range(4)]]
+    sizes = {"page_size": 4, "max_running": 4, "kv_tokens": 160, "max_prefill_tokens": 16}
+    engine = build(transformer(), worker=worker, mixed_batches=True, schedule_conservativeness=0.1, **sizes)
+    outputs = engine.generate(prompts, greedy(24))
+    assert [o.token_ids for o in outputs] == [transformer_continuation(tuple(prompt)) for prompt in prompts]
+    assert sum(o.retractions for o in outputs) > 0 and sum(o.cached_tokens for o in outputs) > 0
+    assert_idle(engine)
+
+
 def assert_idle(engine: Engine) -> None:
     """O3: nothing held, nothing waiting, every page free or cached. At most the last launch, with rows of ended requests, is still to be settled."""
     while engine.has_work:

@@ -9,19 +9,19 @@ import numpy as np
 import pytest
 from engine import laws
 from engine.kit import (
-    ACCEPT,
     VOCAB,
     assert_idle,
+    assert_known_lens,
+    assert_schedules_change_nothing,
     build,
     greedy,
     markov,
-    markov_continuation,
     markov_table,
     mixed_params,
     oracle_accept_lens,
     prompts_of,
-    slow_greedy,
     transformer,
+    transformer_continuation,
     wrong_tokens,
 )
 
@@ -38,16 +38,11 @@ MODES = {"static": {}, "cap-accept": {"sps": SPS}, "compact": {"sps": SPS}}
 
 
 @functools.cache
-def wanted(prompt: tuple[int, ...], length: int = TOKENS) -> list[int]:
-    return slow_greedy(transformer(), list(prompt), length)
-
-
-@functools.cache
 def successors() -> tuple[int, ...]:
     """The token that most often follows each one in what the transformer says: a draft that knows this is often right, and sometimes wrong."""
     counts = np.zeros((VOCAB, VOCAB), int)
     for prompt in (prompt for count in (1, 3, 8) for prompt in prompts_of(count, seed=count)):
-        text = [prompt[-1], *wanted(tuple(prompt))]
+        text = [prompt[-1], *transformer_continuation(tuple(prompt))]
         np.add.at(counts, (text[:-1], text[1:]), 1)
     return tuple(counts.argmax(axis=1).tolist())
 
@@ -82,7 +77,7 @@ def assert_greedy(engine, counts=(1, 3, 8), *, seed=0, length=TOKENS):
     for count in counts:
         prompts = prompts_of(count, seed=seed + count)
         for prompt, output in zip(prompts, engine.generate(prompts, greedy(length)), strict=True):
-            assert output.token_ids == wanted(tuple(prompt), length)
+            assert output.token_ids == transformer_continuation(tuple(prompt), length)
             assert len(output.token_ids) == 1 + sum(output.accept_lens)
         assert_idle(engine)
 
@@ -148,24 +143,14 @@ def known_worker(algorithm: str, wrong=()):
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no-overlap"])
 def test_known_accept_lengths(algorithm, overlap):
     """Drafts all right, all wrong, mixed, and all of these in one batch: the accept length of every verify as computed by hand."""
-    engine = build(
-        markov(), worker=known_worker(algorithm, wrong_tokens()), page_size=4, overlap=overlap, max_running=8
-    )
-    for level in (*ACCEPT, "every"):
-        prompts = prompts_of(6, seed=6)
-        if level != "every":
-            prompts = [[*prompt[:-1], ACCEPT[level][i]] for i, prompt in enumerate(prompts)]
-        for prompt, output in zip(prompts, engine.generate(prompts, greedy(TOKENS)), strict=True):
-            assert output.token_ids == markov_continuation(prompt[-1], TOKENS)
-            assert output.accept_lens == oracle_accept_lens(prompt[-1], TOKENS)
-    assert_idle(engine)
+    assert_known_lens(known_worker(algorithm, wrong_tokens()), oracle_accept_lens, overlap=overlap)
 
 
 def test_the_context_is_injected_as_a_prefill_would():
     """After decoding, the draft's pool holds at every accepted position what a prefill of the whole text puts there: the target's hidden states, at their own
     positions, in the place of the block's rows."""
     worker = often_right("dflash")
-    text = [5, 6, 7, *wanted((5, 6, 7), 40)]
+    text = [5, 6, 7, *transformer_continuation((5, 6, 7), 40)]
 
     def pool(prompt, tokens):
         engine = build(transformer(), worker=worker, page_size=4, max_running=1, prefix_cache=False)
@@ -188,23 +173,8 @@ def test_the_context_is_injected_as_a_prefill_would():
 
 def test_chunks_tails_retraction_and_prefix_hits_change_nothing():
     """Long prompts in chunks, running rows riding along, a pool too small for all, prompts with a common beginning."""
-    shared = prompts_of(1, seed=77, shortest=24, longest=24)[0]
-    prompts = [*prompts_of(5, seed=5, shortest=20), *[[*shared, i, i + 1] for i in range(4)]]
     for worker in (often_right("dflash"), often_right("dspark", "compact")):
-        engine = build(
-            transformer(),
-            worker=worker,
-            page_size=4,
-            max_running=4,
-            kv_tokens=160,
-            max_prefill_tokens=16,
-            mixed_batches=True,
-            schedule_conservativeness=0.1,
-        )
-        outputs = engine.generate(prompts, greedy(TOKENS))
-        assert [o.token_ids for o in outputs] == [wanted(tuple(prompt)) for prompt in prompts]
-        assert sum(o.retractions for o in outputs) > 0 and sum(o.cached_tokens for o in outputs) > 0
-        assert_idle(engine)
+        assert_schedules_change_nothing(worker)
 
 
 MIXED = mixed_params(TOKENS)
@@ -226,7 +196,7 @@ def test_rejection_sampling_leaves_greedy_rows_alone():
     engine = build(transformer(), worker=often_right("dspark"), max_running=8)
     together = [o.token_ids for o in engine.generate(prompts, MIXED)]
     for i in (0, 2):
-        assert together[i] == wanted(tuple(prompts[i])), "temperature 0 and top_k=1 are greedy"
+        assert together[i] == transformer_continuation(tuple(prompts[i])), "temperature 0 and top_k=1 are greedy"
     for i in (1, 3, 4):
         assert engine.generate([prompts[i]], MIXED[i])[0].token_ids == together[i]
     assert_idle(engine)

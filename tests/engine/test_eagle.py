@@ -1,15 +1,13 @@
 """EAGLE under overlap: chains, trees and several modules say what plain decoding says, whatever the draft."""
 
-import functools
-
 import jax
 import numpy as np
 import pytest
 from engine.kit import (
-    ACCEPT,
     CONTEXT,
     VOCAB,
     assert_idle,
+    assert_known_lens,
     build,
     greedy,
     markov,
@@ -19,8 +17,8 @@ from engine.kit import (
     oracle_accept_lens,
     prompts_of,
     shadow_draft,
-    slow_greedy,
     transformer,
+    transformer_continuation,
     wrong_tokens,
 )
 
@@ -44,16 +42,11 @@ SLOW = [(shape, page, overlap) for shape in SHAPES for page in (1, 4, 16, 64) fo
 SCHEDULES = [pytest.param(*case, marks=() if case in FAST else pytest.mark.slow) for case in SLOW]
 
 
-@functools.cache
-def wanted(prompt: tuple[int, ...], length: int = TOKENS) -> list[int]:
-    return slow_greedy(transformer(), list(prompt), length)
-
-
 def assert_greedy(engine, counts=(1, 3, 8), *, seed=0, length=TOKENS):
     for count in counts:
         prompts = prompts_of(count, seed=seed + count)
         for prompt, output in zip(prompts, engine.generate(prompts, greedy(length)), strict=True):
-            assert output.token_ids == wanted(tuple(prompt), length)
+            assert output.token_ids == transformer_continuation(tuple(prompt), length)
             assert len(output.token_ids) == 1 + sum(output.accept_lens)
         assert_idle(engine)
 
@@ -126,17 +119,7 @@ def known_worker(algorithm: str, wrong=()):
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no-overlap"])
 def test_known_accept_lengths(algorithm, overlap):
     """Drafts all right, all wrong, mixed, and all of these in one batch: the accept length of every verify as computed by hand."""
-    engine = build(
-        markov(), worker=known_worker(algorithm, wrong_tokens()), page_size=4, overlap=overlap, max_running=8
-    )
-    for level in (*ACCEPT, "every"):
-        prompts = prompts_of(6, seed=6)
-        if level != "every":
-            prompts = [[*prompt[:-1], ACCEPT[level][i]] for i, prompt in enumerate(prompts)]
-        for prompt, output in zip(prompts, engine.generate(prompts, greedy(TOKENS)), strict=True):
-            assert output.token_ids == markov_continuation(prompt[-1], TOKENS)
-            assert output.accept_lens == oracle_accept_lens(prompt[-1], TOKENS)
-    assert_idle(engine)
+    assert_known_lens(known_worker(algorithm, wrong_tokens()), oracle_accept_lens, overlap=overlap)
 
 
 @pytest.mark.parametrize("rank", [0, 1, 3])
@@ -247,7 +230,7 @@ def test_rejection_sampling_leaves_greedy_rows_alone():
     engine = build(transformer(), worker=worker, max_running=8)
     together = [o.token_ids for o in engine.generate(prompts, MIXED)]
     for i in (0, 2):
-        assert together[i] == wanted(tuple(prompts[i])), "temperature 0 and top_k=1 are greedy"
+        assert together[i] == transformer_continuation(tuple(prompts[i])), "temperature 0 and top_k=1 are greedy"
     for i in (1, 3, 4):
         assert engine.generate([prompts[i]], MIXED[i])[0].token_ids == together[i]
     first = engine.generate([prompts[1]], SamplingParams(max_new_tokens=TOKENS, temperature=1.0, seed=12))[0]
@@ -266,7 +249,7 @@ def test_a_lossy_threshold_accepts_more_says_so_and_leaves_greedy_rows_alone(sha
         engine = build(transformer(), worker=worker, max_running=8)
         outputs = engine.generate(prompts, params)
         assert [o.lossy for o in outputs] == [threshold < 1] * 3 + [False] * 3
-        assert [o.token_ids for o in outputs[3:]] == [wanted(tuple(prompt)) for prompt in prompts[3:]]
+        assert [o.token_ids for o in outputs[3:]] == [transformer_continuation(tuple(prompt)) for prompt in prompts[3:]]
         accept[threshold] = np.mean([n for o in outputs[:3] for n in o.accept_lens])
         assert_idle(engine)
     assert accept[0.02] > accept[1.0] + 0.2
@@ -297,7 +280,7 @@ def test_sampled_requests_join_and_leave_greedy_ones(rejection):
     engine.abort("2")
     run(200)
     assert [outputs[str(i)] for i in range(4, 8)] == alone
-    assert [outputs[str(i)] for i in (0, 1, 3)] == [wanted(tuple(prompts[i])) for i in (0, 1, 3)]
+    assert [outputs[str(i)] for i in (0, 1, 3)] == [transformer_continuation(tuple(prompts[i])) for i in (0, 1, 3)]
     assert_idle(engine)
 
 

@@ -8,19 +8,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from engine.kit import (
-    ACCEPT,
     VOCAB,
     assert_idle,
+    assert_known_lens,
+    assert_schedules_change_nothing,
     build,
     greedy,
     markov,
-    markov_continuation,
     markov_table,
     mixed_params,
     oracle_accept_lens,
     prompts_of,
-    slow_greedy,
     transformer,
+    transformer_continuation,
     wrong_tokens,
 )
 
@@ -33,11 +33,6 @@ from jspec.spec_workers.forward import prefill_batch
 from jspec.spec_workers.frozen_kv_mtp import frozen_batch
 
 TOKENS = 24
-
-
-@functools.cache
-def wanted(prompt: tuple[int, ...], length: int = TOKENS) -> list[int]:
-    return slow_greedy(transformer(), list(prompt), length)
 
 
 def random_assistant(target, seed: int = 0, *, token_ids=None, **changes):
@@ -69,7 +64,7 @@ def often_right(target):
     draft = random_assistant(target, hidden_size=size)
     counts = np.zeros((VOCAB, VOCAB))
     for prompt in (prompt for count in (1, 3, 8) for prompt in prompts_of(count, seed=count)):
-        text = [prompt[-1], *wanted(tuple(prompt))]
+        text = [prompt[-1], *transformer_continuation(tuple(prompt))]
         np.add.at(counts, (text[:-1], text[1:]), 1)
     embed = np.asarray(target.embedding(target.params))
     head = np.zeros((VOCAB, size), np.float32)
@@ -106,7 +101,7 @@ def test_greedy_equals_full_recompute(shape, page_size, overlap):
     for count in (1, 3, 8):
         prompts = prompts_of(count, seed=count)
         for prompt, output in zip(prompts, engine.generate(prompts, greedy(TOKENS)), strict=True):
-            assert output.token_ids == wanted(tuple(prompt))
+            assert output.token_ids == transformer_continuation(tuple(prompt))
         assert_idle(engine)
     summary = engine.summary()
     assert 1.3 < summary.accept_length < worker.output_stride and summary.compiles_after_warmup == 0
@@ -132,15 +127,8 @@ def test_known_accept_lengths(shape, overlap):
     """Right, wrong and mixed, by hand: what it hears is the hidden state of the last accepted token, whichever that is, and along a path its own."""
     sizes = SHAPES[shape]
     worker = frozen_kv_mtp(markov(), hearing(markov(), wrong_tokens()), sizes=sizes)
-    engine = build(markov(), worker=worker, page_size=4, overlap=overlap, max_running=8)
-    for level in (*ACCEPT, "every"):
-        prompts = prompts_of(6, seed=6)
-        if level != "every":
-            prompts = [[*prompt[:-1], ACCEPT[level][i]] for i, prompt in enumerate(prompts)]
-        for prompt, output in zip(prompts, engine.generate(prompts, greedy(TOKENS)), strict=True):
-            assert output.token_ids == markov_continuation(prompt[-1], TOKENS)
-            assert output.accept_lens == oracle_accept_lens(prompt[-1], TOKENS, sizes.num_steps + 1)
-    assert_idle(engine)
+    lens_of = functools.partial(oracle_accept_lens, width=sizes.num_steps + 1)
+    assert_known_lens(worker, lens_of, overlap=overlap)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -205,22 +193,7 @@ def test_a_question_reads_up_to_the_frontier(width):
 
 
 def test_chunks_tails_retraction_and_prefix_hits_change_nothing():
-    shared = prompts_of(1, seed=77, shortest=24, longest=24)[0]
-    prompts = [*prompts_of(5, seed=5, shortest=20), *[[*shared, i, i + 1] for i in range(4)]]
-    engine = build(
-        transformer(),
-        worker=frozen_kv_mtp(transformer(), often_right(transformer()), sizes=SHAPES["tree"]),
-        page_size=4,
-        max_running=4,
-        kv_tokens=160,
-        max_prefill_tokens=16,
-        mixed_batches=True,
-        schedule_conservativeness=0.1,
-    )
-    outputs = engine.generate(prompts, greedy(TOKENS))
-    assert [o.token_ids for o in outputs] == [wanted(tuple(prompt)) for prompt in prompts]
-    assert sum(o.retractions for o in outputs) > 0 and sum(o.cached_tokens for o in outputs) > 0
-    assert_idle(engine)
+    assert_schedules_change_nothing(frozen_kv_mtp(transformer(), often_right(transformer()), sizes=SHAPES["tree"]))
 
 
 @pytest.mark.parametrize("changes", [{}, {"num_centroids": 8, "token_ids": tuple(range(0, VOCAB, 2))}])

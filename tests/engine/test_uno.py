@@ -10,10 +10,11 @@ import pytest
 import safetensors.numpy
 from engine import laws
 from engine.kit import (
-    ACCEPT,
     CONTEXT,
     VOCAB,
     assert_idle,
+    assert_known_lens,
+    assert_schedules_change_nothing,
     build,
     greedy,
     markov,
@@ -21,8 +22,8 @@ from engine.kit import (
     markov_table,
     mixed_params,
     prompts_of,
-    slow_greedy,
     transformer,
+    transformer_continuation,
     wrong_tokens,
 )
 
@@ -34,11 +35,6 @@ from jspec.spec_workers.forward import prefill_batch
 
 TOKENS, BLOCK = 24, 4
 SHAPES = {"chain": {}, "tree": {"topk": 2, "num_draft_tokens": 6}, "wide tree": {"topk": 6, "num_draft_tokens": 32}}
-
-
-@functools.cache
-def wanted(prompt: tuple[int, ...], length: int = TOKENS) -> list[int]:
-    return slow_greedy(transformer(), list(prompt), length)
 
 
 def random_parts(config: LoraConfig, target, seed: int = 0, spread: float = 0.2):
@@ -79,7 +75,7 @@ def assert_greedy(engine, counts=(1, 3, 8)) -> set[int]:
     for count in counts:
         prompts = prompts_of(count, seed=count)
         for prompt, output in zip(prompts, engine.generate(prompts, greedy(TOKENS)), strict=True):
-            assert output.token_ids == wanted(tuple(prompt))
+            assert output.token_ids == transformer_continuation(tuple(prompt))
             assert len(output.token_ids) == 1 + sum(output.accept_lens) and min(output.accept_lens[:-1]) >= 2
             lens |= set(output.accept_lens[:-1])
         assert_idle(engine)
@@ -121,15 +117,7 @@ def known_lens(token: int, num_tokens: int) -> list[int]:
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no-overlap"])
 def test_known_accept_lengths(overlap):
     target = foreseeing(markov(), markov_table(), wrong_after=wrong_tokens())
-    engine = build(markov(), worker=uno(target, random_lora(markov())), page_size=4, overlap=overlap, max_running=8)
-    for level in (*ACCEPT, "every"):
-        prompts = prompts_of(6, seed=6)
-        if level != "every":
-            prompts = [[*prompt[:-1], ACCEPT[level][i]] for i, prompt in enumerate(prompts)]
-        for prompt, output in zip(prompts, engine.generate(prompts, greedy(TOKENS)), strict=True):
-            assert output.token_ids == markov_continuation(prompt[-1], TOKENS)
-            assert output.accept_lens == known_lens(prompt[-1], TOKENS)
-    assert_idle(engine)
+    assert_known_lens(uno(target, random_lora(markov())), known_lens, overlap=overlap)
 
 
 def test_a_tree_holds_what_the_chain_misses():
@@ -165,22 +153,7 @@ SOME = ["tree", pytest.param("chain", marks=pytest.mark.slow)]
 
 @pytest.mark.parametrize("shape", SOME)
 def test_chunks_tails_retraction_and_prefix_hits_change_nothing(shape):
-    shared = prompts_of(1, seed=77, shortest=24, longest=24)[0]
-    prompts = [*prompts_of(5, seed=5, shortest=20), *[[*shared, i, i + 1] for i in range(4)]]
-    engine = build(
-        transformer(),
-        worker=uno(transformer(), random_lora(transformer()), **SHAPES[shape]),
-        page_size=4,
-        max_running=4,
-        kv_tokens=160,
-        max_prefill_tokens=16,
-        mixed_batches=True,
-        schedule_conservativeness=0.1,
-    )
-    outputs = engine.generate(prompts, greedy(TOKENS))
-    assert [o.token_ids for o in outputs] == [wanted(tuple(prompt)) for prompt in prompts]
-    assert sum(o.retractions for o in outputs) > 0 and sum(o.cached_tokens for o in outputs) > 0
-    assert_idle(engine)
+    assert_schedules_change_nothing(uno(transformer(), random_lora(transformer()), **SHAPES[shape]))
 
 
 @pytest.mark.parametrize("shape", SOME)
