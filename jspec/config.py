@@ -150,7 +150,8 @@ class SamplingParams:
     n: int = 1
     """Answers to the prompt, each a request of its own that shares the prompt's KV. Answer i takes `seed + i`."""
     seed: int | None = None
-    """Fixes the request's tokens whatever its neighbours, batch place, algorithm or overlap. None: the engine's seed and the request's number."""
+    """Fixes the request's tokens whatever its neighbours, batch place, algorithm or overlap; where drafts are drawn too (`rejection_sampling`, "dspark"), the
+    algorithm counts, and with DSpark's budgets its neighbours. None: the engine's seed and the request's number."""
     stop_token_ids: tuple[int, ...] = ()
     """Ids that end the request, beside the model's own end-of-sequence ids. The stop token is part of the output."""
     stop: tuple[str, ...] = ()
@@ -231,11 +232,11 @@ class EngineConfig:
     num_draft_tokens: int | None = None
     """Verify width W: the pending token and W - 1 drafts. None: what the algorithm takes by default."""
     num_steps: int | None = None
-    """Depth of an EAGLE draft. None: what the algorithm takes by default."""
+    """Depth of an EAGLE draft, or of an assistant's. None: what the algorithm takes by default."""
     topk: int = 1
-    """Children that a node of an EAGLE draft tree is given; 1 drafts a chain."""
+    """Children that a node of a draft tree is given; 1 drafts a chain."""
     draft: str | None = None
-    """Directory of a draft model. None: the one that comes with jspec, for the models that have one."""
+    """Directory of a draft model, or of UNO's adapter. None: the one that comes with jspec, for the models that have one."""
     min_draft_prob: float = 0.0
     """An EAGLE chain ends before the first draft that the draft model finds less likely than this; a step in which no row drafts is a plain one. Pays where
     a wider verify costs more, as on a CPU. 0: never."""

@@ -22,8 +22,8 @@ from jspec.spec_workers.base import HostLaunch, HostOutcome
 from jspec.spec_workers.dspark import dspark, token_buckets
 from jspec.spec_workers.dspark_budget import SpsTable, Sts
 
-_STEPS = 12
-"""Timed steps of a probe; the median counts."""
+_STEPS, _SKIPPED, _PROMPT_LEN = 8, 2, 16
+"""Timed steps of a probe, whose median counts, after the first ones; and tokens of its prompts."""
 _BINS = 15
 _TEMPERATURES = np.exp(np.linspace(np.log(0.1), np.log(10.0), 121))
 
@@ -68,28 +68,32 @@ def profile_sps(config: EngineConfig, *, progress: Callable[..., Iterable] | Non
         worker = dspark(loaded.target, draft, ragged_verify="compact")
         assert worker.host is not None
         forced = worker.host._replace(inputs=inputs)
-        longest = 2 * (_STEPS + 4) * width * len(token_buckets(num_rows, width))
-        prompts = [rng.integers(0, loaded.target.facts.vocab_size, 32).tolist() for _ in range(num_rows)]
+        # Every probe decodes requests of its own: a short context is a program or two to compile.
+        longest = (_SKIPPED + _STEPS + 1) * width
         fitted = fit_config(
             config_of(config, num_rows),
-            [32] * num_rows,
+            [_PROMPT_LEN] * num_rows,
             max_new_tokens=longest,
             model_context_len=loaded.target.facts.context_len,
         )
         engine = _engine(fitted, loaded, worker._replace(host=forced), progress)
-        for prompt in prompts:
-            engine.submit(prompt, SamplingParams(max_new_tokens=longest, ignore_eos=True))
-        while any(int(n) == 0 for n in engine.state.requests.output_len[1 : num_rows + 1]):
-            list(engine.step())
+        params = SamplingParams(max_new_tokens=longest, ignore_eos=True)
         for tokens in token_buckets(num_rows, width):
             amount[0] = tokens - num_rows
+            prompts = rng.integers(0, loaded.target.facts.vocab_size, (num_rows, _PROMPT_LEN)).tolist()
+            rids = [engine.submit(prompt, params) for prompt in prompts]
+            while (engine.state.requests.output_len[1 : num_rows + 1] == 0).any():
+                list(engine.step())
             seconds = []
-            for step in range(_STEPS + 3):
+            for _ in range(_SKIPPED + _STEPS):
                 start = time.perf_counter()
                 list(engine.step())
-                if step >= 3:  # the launches before were planned for another budget
-                    seconds.append(time.perf_counter() - start)
-            probes[tokens] = 1.0 / statistics.median(seconds)
+                seconds.append(time.perf_counter() - start)
+            probes[tokens] = 1.0 / statistics.median(seconds[_SKIPPED:])
+            for rid in rids:
+                engine.abort(rid)
+            while engine.has_work:
+                list(engine.step())
         engine.close()
     tokens_probed = sorted(probes)
     table = SpsTable(
