@@ -13,6 +13,7 @@ from jspec.bench.fitting import fit_config
 from jspec.bench.prompts import PromptSet, check_readable, encode_prompt, load_prompt_sets
 from jspec.config import EngineConfig, SamplingParams
 from jspec.engine import Emission, Engine
+from jspec.models.llama import LlamaConfig
 from jspec.models.loading import LoadedModel, load_model
 from jspec.scheduler import max_new_pages
 from jspec.spec_workers import algorithms, check_algorithm, for_algorithm
@@ -42,7 +43,7 @@ class DecodeJob:
     num_prompts: int | None = None  # of each set
     chat: bool | None = None  # as `encode_prompt`
     repeat: int = 1
-    bare: bool = True  # run the bare loop too, where one prompt runs at a time
+    bare: bool = True  # run the bare loop too, where one prompt runs at a time, and the model is of the Llama family
     curve: bool = True  # measure the verify cost curve
 
     def __post_init__(self):
@@ -141,7 +142,7 @@ def run_decode(
     engines = _build_engines(prepared, progress)
     batch, names = config.max_running, list(engines)
     loop = None
-    if job.bare and batch == 1:
+    if job.bare and batch == 1 and isinstance(target.config, LlamaConfig):
         loop = BareLoop(target.config, target.params, cache_len=config.context_len or 0)
         names.append(BARE)
     runs: dict[str, list[Run]] = {name: [] for name in names}

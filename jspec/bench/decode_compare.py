@@ -47,7 +47,8 @@ def next_logits(target: TargetModel, tokens: Sequence[int], *, page_size: int = 
 
     @jax.jit
     def forward(params, batch, kv_pages):
-        return target.logits(params, target.forward(params, batch, kv_pages).hidden[-1:])[0]
+        out = target.forward(params, batch, kv_pages, recurrent=target.init_recurrent(2, 0, page_size))
+        return target.logits(params, out.hidden[-1:])[0]
 
     return forward(target.params, batch, target.init_kv(num_pages, page_size))
 

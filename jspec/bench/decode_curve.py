@@ -22,9 +22,10 @@ class VerifyCost(NamedTuple):
     relative: float  # to W = 1
 
 
-def _step(target: TargetModel, page_size: int, params, kv_pages, tokens, seq_lens, page_table):
+def _step(target: TargetModel, page_size: int, params, kv_pages, recurrent, tokens, seq_lens, page_table):
     rows = jnp.arange(1, tokens.shape[0] + 1, dtype=jnp.int32)
-    out = target.forward(params, verify_batch(rows, seq_lens, tokens, page_table, page_size=page_size), kv_pages)
+    batch = verify_batch(rows, seq_lens, tokens, page_table, page_size=page_size)
+    out = target.forward(params, batch, kv_pages, recurrent=recurrent)
     return out.kv_pages, jnp.argmax(target.logits(params, out.hidden), axis=-1).astype(jnp.int32)
 
 
@@ -45,13 +46,14 @@ def verify_costs(
     page_table = jnp.arange(1, batch * pages + 1, dtype=jnp.int32).reshape(batch, pages)
     seq_lens = jnp.full(batch, context, jnp.int32)
     kv_pages = target.init_kv(batch * pages, page_size)
+    recurrent = target.init_recurrent(batch + 1, 0, page_size)
     step = jax.jit(functools.partial(_step, target, page_size), donate_argnums=1)
     inputs = {width: jnp.ones((batch, width), jnp.int32) for width in widths}
     seconds: dict[int, list[float]] = {width: [] for width in widths}
     for round_ in range(rounds + 1):
         for width in widths:
             start = time.perf_counter()
-            kv_pages, tokens = step(target.params, kv_pages, inputs[width], seq_lens, page_table)
+            kv_pages, tokens = step(target.params, kv_pages, recurrent, inputs[width], seq_lens, page_table)
             jax.block_until_ready(tokens)
             if round_:  # the first compiles
                 seconds[width].append(time.perf_counter() - start)

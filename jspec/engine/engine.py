@@ -162,6 +162,7 @@ class Engine:
             self.limits,
             vocab_size=facts.vocab_size,
             kv_bytes_per_token=facts.kv_bytes_per_token // num_devices(target.mesh) + worker.draft_kv_bytes_per_token,
+            recurrent_bytes=facts.recurrent_bytes,
             verify_width=worker.verify_width,
         )
         state = init_state(
@@ -173,6 +174,7 @@ class Engine:
             num_pages=num_pages,
             pages_per_row=pages_per_row,
             page_size=config.page_size,
+            prefix_cache=config.prefix_cache,
         )
         self._grammars = None
         if config.structured_output:

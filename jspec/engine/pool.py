@@ -27,11 +27,18 @@ def memory_budget_bytes(*, vocab_size: int, batch: int, verify_width: int) -> in
 
 
 def num_kv_pages(
-    config: EngineConfig, limits: Limits, *, vocab_size: int, kv_bytes_per_token: int, verify_width: int
+    config: EngineConfig,
+    limits: Limits,
+    *,
+    vocab_size: int,
+    kv_bytes_per_token: int,
+    verify_width: int,
+    recurrent_bytes: int = 0,
 ) -> int:
     """Pages of the pool: `kv_tokens` if given, else what the memory budget holds, and no more than all rows can use.
 
-    `kv_bytes_per_token` counts every pool that lies at these pages: the target's and the draft's.
+    `kv_bytes_per_token` counts every pool that lies at these pages: the target's and the draft's. `recurrent_bytes` are those that a row's recurrent state takes:
+    each row has one, each token of a verify leaves one, and so does each page where there is a prefix cache.
 
     Raises:
         ValueError: not even the shortest request fits.
@@ -44,8 +51,10 @@ def num_kv_pages(
         budget = config.kv_memory_bytes or memory_budget_bytes(
             vocab_size=vocab_size, batch=config.max_running, verify_width=verify_width
         )
-        pages = min(budget // (kv_bytes_per_token * page), config.max_running * longest)
-        given = f"kv_memory_bytes={budget} ({kv_bytes_per_token} bytes a token)"
+        of_rows = recurrent_bytes * (config.max_running + 1 + config.max_running * verify_width)
+        of_page = kv_bytes_per_token * page + (recurrent_bytes if config.prefix_cache else 0)
+        pages = min((budget - of_rows) // of_page, config.max_running * longest)
+        given = f"kv_memory_bytes={budget} ({of_page} bytes a page{f', {of_rows} of recurrent state beside them' if of_rows else ''})"
     shortest = int(pages_to_finish(np.int32(1), np.int32(2), limits=limits, page_size=page))
     if pages < shortest:
         raise ValueError(

@@ -1,8 +1,8 @@
-"""Llama-family models from a Hugging Face directory: config.json, *.safetensors, tokenizer.json."""
+"""Models from a Hugging Face directory: config.json, *.safetensors, tokenizer.json."""
 
 import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -11,9 +11,12 @@ import tokenizers
 from jax.sharding import Mesh
 
 from jspec.models import llama_weights
-from jspec.models.huggingface_config import config_from_huggingface
+from jspec.models.huggingface_config import ARCHITECTURES, HYBRIDS, architecture_of, config_from_huggingface
+from jspec.models.hybrid import HybridConfig
+from jspec.models.hybrid_files import IGNORED, fuse_hybrid, hybrid_config, hybrid_tensors
 from jspec.models.json_files import read_json
 from jspec.models.llama import LlamaConfig
+from jspec.models.parallel import num_devices, num_ranks
 from jspec.models.tokenizer import Tokenizer
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -22,32 +25,51 @@ _FLOATS = ("F32", "F16", "BF16")
 
 def load_huggingface(
     path: str | os.PathLike[str], dtype: Any, mesh: Mesh | None = None
-) -> tuple[LlamaConfig, dict[str, Any], Tokenizer | None]:
-    """(config, params of `Llama(config, dtype)`, tokenizer or None where the directory has none).
+) -> tuple[LlamaConfig | HybridConfig, dict[str, Any], Tokenizer | None]:
+    """(config, params of `Llama(config, dtype)` or of `Hybrid(config, dtype)`, tokenizer or None where the directory has none).
 
     Raises:
       FileNotFoundError: a file is missing.
       ValueError: a file is damaged, or the model asks for something that is not implemented; no weights were read by then.
     """
     folder = pathlib.Path(path)
-    raw = _read_json(folder / "config.json")
+    source, raw = str(folder / "config.json"), _read_json(folder / "config.json")
     generation = _read_json(folder / "generation_config.json", optional=True)
     eos = generation.get("eos_token_id")
-    config = config_from_huggingface(
-        str(folder / "config.json"), raw, _as_ids(raw.get("eos_token_id") if eos is None else eos)
-    )
-    where = _locate_tensors(folder)
-    shapes = _shapes(where)
-    if config.tie_embeddings:
-        shapes.pop(llama_weights.HEAD, None)  # some exports store the tied head a second time
-    llama_weights.check_tensors(str(folder), shapes, config)
-    tokenizer = tokenizer_from_huggingface(folder, config.eos_token_ids)
+    eos_token_ids = _as_ids(raw.get("eos_token_id") if eos is None else eos)
+    architecture = architecture_of(source, raw, (*ARCHITECTURES, *HYBRIDS))
+    if architecture in HYBRIDS:
+        _refuse_mesh(architecture, mesh)
+        hybrid = hybrid_config(source, raw, eos_token_ids)
+        where = _locate_tensors(folder)
+        expected = hybrid_tensors(architecture, hybrid)
+        llama_weights.check_shapes(
+            str(folder), _shapes(where, tied=hybrid.base.tie_embeddings, ignored=IGNORED), expected
+        )
+        tokenizer = tokenizer_from_huggingface(folder, eos_token_ids)
+        return hybrid, fuse_hybrid(architecture, hybrid, _reader(where), dtype), tokenizer
 
+    config = config_from_huggingface(source, raw, eos_token_ids)
+    where = _locate_tensors(folder)
+    llama_weights.check_tensors(str(folder), _shapes(where, tied=config.tie_embeddings), config)
+    tokenizer = tokenizer_from_huggingface(folder, eos_token_ids)
+    return config, llama_weights.fuse(config, _reader(where), dtype, mesh), tokenizer
+
+
+def _reader(where: Mapping[str, pathlib.Path]) -> Callable[[str], np.ndarray]:
     def read(name: str) -> np.ndarray:
         with _open(where[name]) as tensors:
             return np.asarray(tensors.get_tensor(name))
 
-    return config, llama_weights.fuse(config, read, dtype, mesh), tokenizer
+    return read
+
+
+def _refuse_mesh(architecture: str, mesh: Mesh | None) -> None:
+    for field, count in (("tensor_parallel", num_devices(mesh)), ("data_parallel", num_ranks(mesh))):
+        if count > 1:
+            raise ValueError(
+                f"{field}={count} is not implemented for {architecture}, which has recurrent layers: leave it out"
+            )
 
 
 def tokenizer_from_huggingface(folder: pathlib.Path, eos_token_ids: tuple[int, ...]) -> Tokenizer | None:
@@ -95,12 +117,16 @@ def _names(file: pathlib.Path) -> list[str]:
         return list(tensors.keys())
 
 
-def _shapes(where: Mapping[str, pathlib.Path]) -> dict[str, tuple[int, ...]]:
+def _shapes(
+    where: Mapping[str, pathlib.Path], *, tied: bool, ignored: tuple[str, ...] = ()
+) -> dict[str, tuple[int, ...]]:
     shapes = {}
     for file in sorted(set(where.values())):
         with _open(file) as tensors:
             for name in tensors.keys():  # noqa: SIM118  (not a dict)
-                if name.endswith("rotary_emb.inv_freq"):  # old exports; computed here
+                if name.endswith("rotary_emb.inv_freq") or name.startswith(ignored):  # old exports; computed here
+                    continue
+                if name == llama_weights.HEAD and tied:  # some exports store the tied head a second time
                     continue
                 tensor = tensors.get_slice(name)
                 if tensor.get_dtype() not in _FLOATS:

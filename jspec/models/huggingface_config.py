@@ -7,6 +7,8 @@ from jspec.models.llama import LlamaConfig
 from jspec.models.rope import RopeScaling
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+HYBRIDS = ("BambaForCausalLM", "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM")
+"""Architectures with recurrent layers: see `hybrid_files`."""
 
 _ANYTHING_ELSE = "use a model without it, or run it with another engine"
 # Fields that change the forward of one of the architectures, and the values under which it is what is implemented.
@@ -30,24 +32,14 @@ def config_from_huggingface(source: str, raw: Mapping[str, Any], eos_token_ids: 
     Raises:
       ValueError: the architecture or a field's value is not implemented, or a field is missing.
     """
-    architecture = _architecture(source, raw)
+    architecture = architecture_of(source, raw, ARCHITECTURES)
     for name, neutral in _NEUTRAL.items():
         if name in raw and raw[name] not in neutral:
-            raise _refusal(source, name, raw[name], f"it must be {neutral[0]!r} or absent")
+            raise refusal(source, name, raw[name], f"it must be {neutral[0]!r} or absent")
     _refuse_sliding_window(source, raw, architecture)
 
     def field(name: str, default: Any = None, kind: type = int) -> Any:
-        value = raw.get(name)
-        value = default if value is None else value
-        if value is None:
-            raise ValueError(
-                f"{source} has no field {name!r}, which {architecture} needs: complete the download, or export the model again"
-            )
-        if type(value) is not kind and not (kind is float and type(value) is int):
-            raise ValueError(
-                f"{source}: {name}={value!r} must be of type {kind.__name__}: correct the file, or download it again"
-            )
-        return value
+        return read_field(source, raw, architecture, name, default, kind)
 
     num_heads, hidden_size = field("num_attention_heads"), field("hidden_size")
     # A missing `num_key_value_heads` has another default in every architecture; only null, or Llama's, means "one for each query head".
@@ -72,21 +64,43 @@ def config_from_huggingface(source: str, raw: Mapping[str, Any], eos_token_ids: 
     )
 
 
-def _architecture(source: str, raw: Mapping[str, Any]) -> str:
-    names = raw.get("architectures") or []
-    if len(names) != 1 or names[0] not in ARCHITECTURES:
+def read_field(source: str, raw: Mapping[str, Any], architecture: str, name: str, default: Any, kind: type) -> Any:
+    """A field of the config, or `default` where it is missing or null.
+
+    Raises:
+      ValueError: neither is there, or the field is of another type.
+    """
+    value = raw.get(name)
+    value = default if value is None else value
+    if value is None:
         raise ValueError(
-            f"{source}: architectures={names} is not implemented: it must name exactly one of {ARCHITECTURES}"
+            f"{source} has no field {name!r}, which {architecture} needs: complete the download, or export the model again"
         )
+    if type(value) is not kind and not (kind is float and type(value) is int):
+        raise ValueError(
+            f"{source}: {name}={value!r} must be of type {kind.__name__}: correct the file, or download it again"
+        )
+    return value
+
+
+def architecture_of(source: str, raw: Mapping[str, Any], known: tuple[str, ...]) -> str:
+    """The architecture that the config names.
+
+    Raises:
+      ValueError: it is none of the `known` ones.
+    """
+    names = raw.get("architectures") or []
+    if len(names) != 1 or names[0] not in known:
+        raise ValueError(f"{source}: architectures={names} is not implemented: it must name exactly one of {known}")
     return names[0]
 
 
 def _refuse_sliding_window(source: str, raw: Mapping[str, Any], architecture: str) -> None:
     # Llama ignores the field; the Qwens obey it only with `use_sliding_window`, which is refused above.
     if architecture == "MistralForCausalLM" and raw.get("sliding_window") is not None:
-        raise _refusal(source, "sliding_window", raw["sliding_window"], "it must be null, full attention")
+        raise refusal(source, "sliding_window", raw["sliding_window"], "it must be null, full attention")
     if any(kind != "full_attention" for kind in raw.get("layer_types") or ()):
-        raise _refusal(source, "layer_types", sorted(set(raw["layer_types"])), "every layer must be 'full_attention'")
+        raise refusal(source, "layer_types", sorted(set(raw["layer_types"])), "every layer must be 'full_attention'")
 
 
 def _rope(source: str, raw: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
@@ -96,7 +110,7 @@ def _rope(source: str, raw: Mapping[str, Any]) -> tuple[float, RopeScaling | Non
     theta = float(rope.get("rope_theta") or raw.get("rope_theta") or 10000.0)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if rope.get("partial_rotary_factor") not in _NEUTRAL["partial_rotary_factor"]:
-        raise _refusal(source, f"{name}.partial_rotary_factor", rope["partial_rotary_factor"], "it must be 1 or absent")
+        raise refusal(source, f"{name}.partial_rotary_factor", rope["partial_rotary_factor"], "it must be 1 or absent")
     if kind == "default":
         return theta, None
 
@@ -116,8 +130,9 @@ def _rope(source: str, raw: Mapping[str, Any]) -> tuple[float, RopeScaling | Non
             original_context_len=need("original_max_position_embeddings"),
         )
         return theta, scaling
-    raise _refusal(source, f"{name}.rope_type", kind, "it must be 'default', 'linear' or 'llama3'")
+    raise refusal(source, f"{name}.rope_type", kind, "it must be 'default', 'linear' or 'llama3'")
 
 
-def _refusal(source: str, field: str, value: Any, rule: str) -> ValueError:
+def refusal(source: str, field: str, value: Any, rule: str) -> ValueError:
+    """What to raise for a field that asks for something that is not implemented."""
     return ValueError(f"{source}: {field}={value!r} is not implemented: {rule}; {_ANYTHING_ELSE}")

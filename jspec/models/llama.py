@@ -239,7 +239,10 @@ def _functions(config: LlamaConfig, kernels: str, dtype: Any, mesh: Mesh | None)
         heads = config.num_kv_heads
         return init_kv_pages(config.num_layers, num_pages, page_size, heads, config.head_dim, dtype, where=where)
 
-    def forward(params, batch: ForwardBatch, kv_pages, *, capture_layers: tuple[int, ...] = ()) -> ForwardOutput:
+    def forward(
+        params, batch: ForwardBatch, kv_pages, *, capture_layers: tuple[int, ...] = (), recurrent: Any = ()
+    ) -> ForwardOutput:
+        del recurrent  # there is none
         for i in capture_layers:
             if not 0 <= i < config.num_layers:
                 raise ValueError(

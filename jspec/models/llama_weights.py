@@ -2,7 +2,7 @@
 
 import concurrent.futures
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -58,9 +58,15 @@ def check_tensors(
     An extra tensor is refused as well: it means that the model computes something this package does not.
     `names` says what the file calls a tensor.
     """
+    check_shapes(source, found, ((names(name), shape) for name, shape in tensor_shapes(config)))
+
+
+def check_shapes(
+    source: str, found: Mapping[str, tuple[int, ...]], expected: Iterable[tuple[str, tuple[int, ...]]]
+) -> None:
+    """As `check_tensors`, for these names and shapes."""
     known = set()
-    for hf_name, shape in tensor_shapes(config):  # lazily: a damaged config may claim a billion layers
-        name = names(hf_name)
+    for name, shape in expected:  # lazily: a damaged config may claim a billion layers
         known.add(name)
         if name not in found:
             raise ValueError(

@@ -5,6 +5,7 @@ import importlib.util
 import json
 import os
 import pathlib
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 
 from jspec.models.gguf import load_gguf
 from jspec.models.huggingface import load_huggingface
+from jspec.models.hybrid import HybridConfig, hybrid_target
 from jspec.models.llama import llama_target
 from jspec.models.parallel import data_mesh, tensor_mesh
 from jspec.models.target import TargetModel
@@ -59,10 +61,13 @@ def load_model(
     if not where.exists():
         raise FileNotFoundError(f"{where} does not exist: give a .gguf file, a Hugging Face directory or {SMOLLM2!r}")
     mesh = data_mesh(data_parallel) if data_parallel > 1 else tensor_mesh(tensor_parallel)
-    load = load_huggingface if where.is_dir() else load_gguf
+    load: Callable[..., Any] = load_huggingface if where.is_dir() else load_gguf
     config, params, tokenizer = load(where, dtype, mesh)
     kernels = kernels or ("pallas" if jax.default_backend() == "tpu" else "xla")
-    target = llama_target(config, params, kernels=kernels, dtype=dtype, mesh=mesh)
+    if isinstance(config, HybridConfig):
+        target = hybrid_target(config, params, kernels=kernels, dtype=dtype)
+    else:
+        target = llama_target(config, params, kernels=kernels, dtype=dtype, mesh=mesh)
     return LoadedModel(target, tokenizer, where.name if where.is_dir() else where.stem)
 
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jspec.future_map import FutureMap, init_future_map
+from jspec.models.target import TargetModel
 from jspec.spec_workers.sampling import SamplingState, idle_rows, sampling_of
 from jspec.spec_workers.upload import DecodeInputs, ExtendInputs
 
@@ -26,7 +27,7 @@ class DeviceState:
         Any  # i32[N + 1, page_size]  the tokens whose KV a page holds, and the pending one where its page is there
     )
     draft_kv_pages: Any = ()  # the draft's pool: the same page ids, other contents
-    recurrent: Any = ()  # recurrent state of hybrid targets, one entry a row
+    recurrent: Any = ()  # what the target's recurrent layers remember, one entry a row; see `jspec.models.recurrence`
     page_size: int = dataclasses.field(metadata={"static": True})
     masks: Callable[..., Any] | None = dataclasses.field(default=None, metadata={"static": True})
     """Asked for the tokens that grammars allow, see `adjust_logits`; None: no row has one."""
@@ -44,6 +45,7 @@ class DeviceSizes(NamedTuple):
     num_pages: int  # N, the sink not counted
     pages_per_row: int  # P
     page_size: int
+    prefix_cache: bool = True  # rows may start from the end of a page that another row filled
 
 
 class VerifyKind(enum.Enum):
@@ -182,6 +184,15 @@ class SpecWorker(NamedTuple):
     def outcome_words(self) -> int:
         """Words of each row that a verify gives the host side."""
         return 0 if self.host is None else self.host.outcome_words
+
+
+def target_state(target: TargetModel, sizes: DeviceSizes) -> dict[str, Any]:
+    """The target's parts of an idle device, for `init_device`."""
+    num_pages = sizes.num_pages if sizes.prefix_cache else 0
+    return {
+        "kv_pages": target.init_kv(sizes.num_pages, sizes.page_size),
+        "recurrent": target.init_recurrent(sizes.num_rows, num_pages, sizes.page_size),
+    }
 
 
 def init_device(sizes: DeviceSizes, *, kv_pages: Any, carry: Any, **parts: Any) -> DeviceState:

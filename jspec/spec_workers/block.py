@@ -17,6 +17,7 @@ from jspec.spec_workers.base import (
     VerifyFn,
     VerifyKind,
     init_device,
+    target_state,
 )
 from jspec.spec_workers.featured import ExtendHandoff, Handoff, Start, check_pair, prefill
 from jspec.spec_workers.forward import row_slots, verify_batch
@@ -49,7 +50,7 @@ def block_worker(
     def init(sizes: DeviceSizes) -> DeviceState:
         return init_device(
             sizes,
-            kv_pages=target.init_kv(sizes.num_pages, sizes.page_size),
+            **target_state(target, sizes),
             draft_kv_pages=draft.init_kv(sizes.num_pages, sizes.page_size),
             carry=Carry(bonus=jax.ShapeDtypeStruct((), jnp.int32)),
         )

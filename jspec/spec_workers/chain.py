@@ -11,8 +11,16 @@ from jspec.future_map import publish, resolve, stash
 from jspec.models.target import TargetModel
 from jspec.spec_workers.accept import accept_chain
 from jspec.spec_workers.adjust import adjust_logits, chain_path
-from jspec.spec_workers.base import DeviceSizes, DeviceState, PhaseOutput, SpecWorker, VerifyKind, init_device
-from jspec.spec_workers.forward import begin_extend, history, verify_batch, write_tokens
+from jspec.spec_workers.base import (
+    DeviceSizes,
+    DeviceState,
+    PhaseOutput,
+    SpecWorker,
+    VerifyKind,
+    init_device,
+    target_state,
+)
+from jspec.spec_workers.forward import begin_extend, chain_run, history, pad_axis, verify_batch, write_tokens
 from jspec.spec_workers.logprobs import token_logprobs
 from jspec.spec_workers.prompt import sample_prompts
 from jspec.spec_workers.run_if import run_if
@@ -76,7 +84,7 @@ def chain(
     def init(sizes: DeviceSizes) -> DeviceState:
         return init_device(
             sizes,
-            kv_pages=target.init_kv(sizes.num_pages, sizes.page_size),
+            **target_state(target, sizes),
             carry=Carry(bonus=jax.ShapeDtypeStruct((), jnp.int32)),
         )
 
@@ -93,8 +101,8 @@ def chain(
         del table_width  # the upload brings the pages this program reads
         device, prompts = begin_extend(device, inputs)
         rows = prompts.batch.rows
-        out = target.forward(params, prompts.batch, device.kv_pages)
-        device = dataclasses.replace(device, kv_pages=out.kv_pages)
+        out = target.forward(params, prompts.batch, device.kv_pages, recurrent=device.recurrent)
+        device = dataclasses.replace(device, kv_pages=out.kv_pages, recurrent=out.recurrent)
         sampled = sample_prompts(target, params, device, prompts, out.hidden)
         accept_lens = jnp.where(prompts.goes_on, 0, 1)
         output = finish(
@@ -121,20 +129,21 @@ def chain(
                 batch = verify_batch(
                     inputs.rows, seq_lens, candidates[:, :width], page_table, page_size=device.page_size
                 )
-                out = target.forward(params, batch, kv_pages)
+                out = target.forward(params, batch, kv_pages, recurrent=device.recurrent)
                 found = (target.logits(params, out.hidden), out.hidden)
-                padded = (x.reshape(real.shape[0], width, -1) for x in found)
-                return out.kv_pages, *(jnp.pad(x, ((0, 0), (0, verify_width - width), (0, 0))) for x in padded)
+                padded = (pad_axis(x.reshape(real.shape[0], width, -1), 1, verify_width) for x in found)
+                remembered = jax.tree.map(lambda x: pad_axis(x, 0, verify_width), out.intermediates)
+                return out.kv_pages, *padded, remembered
 
             return forward
 
         longest = target.agreed(1 + jnp.max(num_drafts))
         chosen = jnp.sum(longest > jnp.asarray(widths, jnp.int32), dtype=jnp.int32)
         shapes = jax.eval_shape(forward_at(verify_width), (device.kv_pages,))[1:]
-        carried = (device.kv_pages, *(jnp.zeros(x.shape, x.dtype) for x in shapes))
+        carried = (device.kv_pages, *jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes))
         for i, width in enumerate(widths):
             carried = run_if(chosen == i, forward_at(width), carried) if len(widths) > 1 else forward_at(width)(carried)
-        kv_pages, logits, hidden = carried
+        kv_pages, logits, hidden, remembered = carried
         place = jnp.arange(verify_width, dtype=jnp.int32)
         reachable = place <= num_drafts[:, None]
         positions = seq_lens[:, None] + 1 + place
@@ -144,7 +153,9 @@ def chain(
         accept_lens = accept_chain(candidates, tokens, num_drafts)
         finite = jnp.all(finite | (place >= accept_lens[:, None]), axis=1)
         status = jnp.where(fresh, jnp.where(finite, RowStatus.OK, RowStatus.NOT_FINITE), RowStatus.STALE_RELAY)
-        device = dataclasses.replace(device, kv_pages=kv_pages)
+        accepted = chain_run(inputs.rows, seq_lens, accept_lens, page_table, width=verify_width)
+        recurrent = target.commit(device.recurrent, remembered, accepted)
+        device = dataclasses.replace(device, kv_pages=kv_pages, recurrent=recurrent)
         device = write_tokens(device, inputs.rows, seq_lens + 1, tokens, accept_lens)
         output = finish(device, inputs.rows, inputs.forward_iter, tokens, accept_lens, seq_lens + accept_lens, status)
         asked = jnp.any(device.sampling.num_logprobs[inputs.rows] >= 0)

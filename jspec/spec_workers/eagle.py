@@ -10,7 +10,15 @@ import jax.numpy as jnp
 from jspec.future_map import stash
 from jspec.models.draft import DraftModel
 from jspec.models.target import TargetModel
-from jspec.spec_workers.base import DeviceSizes, DeviceState, PhaseOutput, SpecWorker, VerifyKind, init_device
+from jspec.spec_workers.base import (
+    DeviceSizes,
+    DeviceState,
+    PhaseOutput,
+    SpecWorker,
+    VerifyKind,
+    init_device,
+    target_state,
+)
 from jspec.spec_workers.draft_sampling import best_tokens, draw_tokens
 from jspec.spec_workers.eagle_sizes import EagleSizes
 from jspec.spec_workers.featured import (
@@ -86,7 +94,7 @@ def eagle(
         drawn_from = jax.ShapeDtypeStruct((draft.facts.draft_vocab_size,), jnp.float32)
         return init_device(
             sizes,
-            kv_pages=target.init_kv(sizes.num_pages, sizes.page_size),
+            **target_state(target, sizes),
             draft_kv_pages=draft.init_kv(sizes.num_pages, sizes.page_size),
             carry=Carry(
                 bonus=jax.ShapeDtypeStruct((), jnp.int32),

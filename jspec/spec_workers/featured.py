@@ -11,11 +11,21 @@ from jspec.future_map import publish, resolve
 from jspec.models.block_draft import BlockDraftModel
 from jspec.models.draft import DraftModel
 from jspec.models.frozen_kv_draft import FrozenKVDraft
+from jspec.models.recurrence import Accepted
 from jspec.models.target import TargetModel
 from jspec.spec_workers.accept import accept_chain, accept_rejection, prefer_drafts
 from jspec.spec_workers.adjust import adjust_logits, chain_path, tree_path
 from jspec.spec_workers.base import DeviceState, PhaseOutput
-from jspec.spec_workers.forward import Prefill, begin_extend, packed_batch, row_slots, verify_batch, write_tokens
+from jspec.spec_workers.forward import (
+    Prefill,
+    begin_extend,
+    chain_run,
+    packed_batch,
+    pad_axis,
+    row_slots,
+    verify_batch,
+    write_tokens,
+)
 from jspec.spec_workers.logprobs import token_logprobs
 from jspec.spec_workers.prompt import sample_prompts
 from jspec.spec_workers.run_if import run_if
@@ -73,8 +83,8 @@ def prefill(target: TargetModel, params, device: DeviceState, inputs: ExtendInpu
     """The target's part of a prefill: forward, sample, PUBLISH."""
     device, prompts = begin_extend(device, inputs)
     new_seq_lens = prompts.new_seq_lens
-    out = target.forward(params, prompts.batch, device.kv_pages, capture_layers=layers)
-    device = dataclasses.replace(device, kv_pages=out.kv_pages)
+    out = target.forward(params, prompts.batch, device.kv_pages, capture_layers=layers, recurrent=device.recurrent)
+    device = dataclasses.replace(device, kv_pages=out.kv_pages, recurrent=out.recurrent)
     sampled = sample_prompts(target, params, device, prompts, out.hidden)
     future = publish(device.future, prompts.batch.rows, new_seq_lens, forward_iter=inputs.forward_iter)
     device = dataclasses.replace(device, future=future)
@@ -95,7 +105,7 @@ def start(device: DeviceState, inputs: DecodeInputs, *, table_width: int, depth:
 class Run(NamedTuple):
     """A verify that is not published yet."""
 
-    begun: Start  # as it was, but for the target's pool
+    begun: Start  # as it was, but for the target's pool and recurrent state
     handoff: Handoff
     finite: Any  # bool[B, O]  of the logits along the accepted path
 
@@ -138,7 +148,7 @@ def walk_chain(
     verify_lens=None,
     token_buckets: tuple[int, ...] = (),
 ) -> Run:
-    """Verifies a chain and accepts what is right of it.
+    """Verifies a chain, accepts what is right of it, and commits the recurrent state of the target, if it has one.
 
     Args:
         target: the model.
@@ -165,34 +175,33 @@ def walk_chain(
         """As `forward`, over packed tokens."""
         chains = (rows, seq_lens, candidates, verify_lens, page_table)
         batch = packed_batch(*chains, page_size=device.page_size, num_tokens=num_tokens)
-        out = target.forward(params, batch, kv_pages, capture_layers=layers)
+        out = target.forward(params, batch, kv_pages, capture_layers=layers, recurrent=device.recurrent)
         found = (out.captured, out.hidden, target.logits(params, out.hidden))
         spread = (
             jnp.zeros((batch_size * width, *x.shape[1:]), x.dtype).at[batch.packed].set(x, mode="drop") for x in found
         )
-        return out.kv_pages, *(x.reshape(batch_size, width, *x.shape[1:]) for x in spread)
+        return out.kv_pages, *(x.reshape(batch_size, width, *x.shape[1:]) for x in spread), out.intermediates
 
     def forward(width: int, kv_pages):
-        """Pool, captured and final hidden states, logits; of `width` tokens a row, padded to `W`."""
+        """Pool, captured and final hidden states, logits, intermediates; of `width` tokens a row, padded to `W`."""
         batch = verify_batch(rows, seq_lens, candidates[:, :width], page_table, page_size=device.page_size)
-        out = target.forward(params, batch, kv_pages, capture_layers=layers)
-        found = (out.captured, out.hidden, target.logits(params, out.hidden))
-        padded = (x.reshape(batch_size, width, *x.shape[1:]) for x in found)
-        missing = candidates.shape[1] - width
-        return out.kv_pages, *(jnp.pad(x, ((0, 0), (0, missing), *[(0, 0)] * (x.ndim - 2))) for x in padded)
+        out = target.forward(params, batch, kv_pages, capture_layers=layers, recurrent=device.recurrent)
+        found, whole = (out.captured, out.hidden, target.logits(params, out.hidden)), candidates.shape[1]
+        padded = (pad_axis(x.reshape(batch_size, width, *x.shape[1:]), 1, whole) for x in found)
+        return out.kv_pages, *padded, jax.tree.map(lambda x: pad_axis(x, 0, whole), out.intermediates)
 
     sizes = token_buckets or widths or (width,)
     run: Callable[[int, Any], Any] = forward_packed if token_buckets else forward
     if len(sizes) == 1:
-        kv_pages, captured, hidden, logits = run(sizes[0], device.kv_pages)
+        kv_pages, captured, hidden, logits, remembered = run(sizes[0], device.kv_pages)
     else:
         needed = target.agreed(jnp.sum(verify_lens) if token_buckets else 1 + jnp.max(num_drafts))
         chosen = jnp.sum(needed > jnp.asarray(sizes, jnp.int32), dtype=jnp.int32)
         shapes = jax.eval_shape(lambda: run(sizes[-1], device.kv_pages))[1:]
-        carried = (device.kv_pages, *(jnp.zeros(x.shape, x.dtype) for x in shapes))
+        carried = (device.kv_pages, *jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes))
         for i, size in enumerate(sizes):
             carried = run_if(chosen == i, lambda carried, size=size: run(size, carried[0]), carried)
-        kv_pages, captured, hidden, logits = carried
+        kv_pages, captured, hidden, logits, remembered = carried
     place = jnp.arange(width, dtype=jnp.int32)
     positions = seq_lens[:, None] + 1 + place
     path = chain_path(seq_lens, candidates)
@@ -216,7 +225,9 @@ def walk_chain(
             ),
             lambda: (tokens, accept_lens),
         )
-    begun = begun._replace(device=dataclasses.replace(device, kv_pages=kv_pages))
+    accepted = chain_run(rows, seq_lens, accept_lens, page_table, width=width)
+    recurrent = target.commit(device.recurrent, remembered, accepted)
+    begun = begun._replace(device=dataclasses.replace(device, kv_pages=kv_pages, recurrent=recurrent))
     return Run(begun, Handoff(seq_lens, tokens, accept_lens, captured, hidden), finite)
 
 
@@ -248,11 +259,11 @@ def walk_tree(
     max_depth: int,
     lossy_threshold: float = 1.0,
 ) -> Run:
-    """Verifies a tree, accepts a path of at most `max_depth` drafts, and moves its KV into place. Arguments as of `walk_chain`."""
+    """Verifies a tree, accepts a path of at most `max_depth` drafts, moves its KV into place, and commits the recurrent state. Arguments as of `walk_chain`."""
     device, page_table, seq_lens, _, _, num_drafts = begun
     nodes = {"depths": tree.depths, "ancestors": tree.ancestors}
     batch = verify_batch(rows, seq_lens, tree.tokens, page_table, page_size=device.page_size, **nodes)
-    out = target.forward(params, batch, device.kv_pages, capture_layers=layers)
+    out = target.forward(params, batch, device.kv_pages, capture_layers=layers, recurrent=device.recurrent)
     logits = target.logits(params, out.hidden).reshape(*tree.tokens.shape, -1)
     positions = seq_lens[:, None] + 1 + tree.depths
     path = tree_path(seq_lens, tree.tokens, tree.depths, tree.ancestors)
@@ -269,11 +280,14 @@ def walk_tree(
     front = row_slots(rows, seq_lens[:, None] + place, page_table, page_size=device.page_size)
     front = jnp.where(place < accept_lens[:, None], front, 0)
     kv_pages = target.move_kv(out.kv_pages, source.reshape(-1), front.reshape(-1))
+    accepted = Accepted(rows, seq_lens, accept_lens, taken, page_table)
+    recurrent = target.commit(device.recurrent, out.intermediates, accepted)
 
     index = taken + jnp.arange(rows.shape[0], dtype=jnp.int32)[:, None] * tree.tokens.shape[1]
     tokens, finite = (jnp.take_along_axis(x, taken, axis=1) for x in (tokens, finite))
     handoff = Handoff(seq_lens, tokens, accept_lens, out.captured[index], out.hidden[index])
-    return Run(begun._replace(device=dataclasses.replace(device, kv_pages=kv_pages)), handoff, finite)
+    device = dataclasses.replace(device, kv_pages=kv_pages, recurrent=recurrent)
+    return Run(begun._replace(device=device), handoff, finite)
 
 
 def select(chosen, ours, others):

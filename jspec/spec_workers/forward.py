@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from jspec.future_map import resolve
+from jspec.models.recurrence import Accepted
 from jspec.spec_workers.base import DeviceState
 from jspec.spec_workers.upload import ExtendInputs, apply_extend
 from jspec.state.batches import ForwardBatch, ForwardMode
@@ -76,6 +77,17 @@ def packed_batch(rows, seq_lens, tokens, lens, page_table, *, page_size: int, nu
         query_len=width,
         forward_mode=ForwardMode.TARGET_VERIFY,
     )
+
+
+def chain_run(rows, seq_lens, accept_lens, page_table, *, width: int) -> Accepted:
+    """What a verify of chains of `W` accepted, for `TargetModel.commit`: `accept_lens: i32[B]` tokens from the front of each."""
+    path = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (rows.shape[0], width))
+    return Accepted(rows, seq_lens, accept_lens, path, page_table)
+
+
+def pad_axis(x, axis: int, size: int):
+    """`x` with zeros behind, `size` long in this axis."""
+    return jnp.pad(x, [(0, size - x.shape[axis] if i == axis else 0) for i in range(x.ndim)])
 
 
 def row_slots(rows, positions, page_table, *, page_size: int):

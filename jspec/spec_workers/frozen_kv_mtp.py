@@ -10,7 +10,15 @@ from jspec.future_map import stash
 from jspec.models.frozen_kv_draft import FrozenKVDraft
 from jspec.models.parallel import num_devices
 from jspec.models.target import TargetModel
-from jspec.spec_workers.base import DeviceSizes, DeviceState, PhaseOutput, SpecWorker, VerifyKind, init_device
+from jspec.spec_workers.base import (
+    DeviceSizes,
+    DeviceState,
+    PhaseOutput,
+    SpecWorker,
+    VerifyKind,
+    init_device,
+    target_state,
+)
 from jspec.spec_workers.draft_sampling import best_tokens
 from jspec.spec_workers.eagle_sizes import EagleSizes
 from jspec.spec_workers.featured import Start, check_pair, prefill, start, verify_chain, verify_tree
@@ -64,7 +72,7 @@ def frozen_kv_mtp(
         embedding = target.embedding(target.params)
         return init_device(
             sizes,
-            kv_pages=target.init_kv(sizes.num_pages, sizes.page_size),
+            **target_state(target, sizes),
             carry=Carry(
                 bonus=jax.ShapeDtypeStruct((), jnp.int32),
                 hidden=jax.ShapeDtypeStruct((target.facts.hidden_size,), embedding.dtype),
@@ -168,6 +176,10 @@ def _check(target: TargetModel, draft: FrozenKVDraft, shape: EagleSizes) -> None
     check_pair(target, draft)
     if num_devices(target.mesh) > 1:
         raise ValueError("frozen-kv-mtp reads the target's KV whole: build the target without tensor_parallel")
+    if target.facts.recurrent_bytes:
+        raise ValueError(
+            "frozen-kv-mtp asks the KV of the target's layers, and this target has layers without: use another algorithm"
+        )
     for field in ("num_kv_heads", "head_dim"):
         ours, theirs = getattr(draft.config, field), getattr(target.facts, field)
         if ours != theirs:

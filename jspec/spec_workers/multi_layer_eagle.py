@@ -10,7 +10,15 @@ import jax.numpy as jnp
 from jspec.future_map import stash
 from jspec.models.draft import DraftModel
 from jspec.models.target import TargetModel
-from jspec.spec_workers.base import DeviceSizes, DeviceState, PhaseOutput, SpecWorker, VerifyKind, init_device
+from jspec.spec_workers.base import (
+    DeviceSizes,
+    DeviceState,
+    PhaseOutput,
+    SpecWorker,
+    VerifyKind,
+    init_device,
+    target_state,
+)
 from jspec.spec_workers.draft_sampling import best_tokens, draw_tokens
 from jspec.spec_workers.featured import (
     ExtendHandoff,
@@ -76,7 +84,7 @@ def multi_layer_eagle(
         probs = jax.ShapeDtypeStruct((steps, draft.facts.draft_vocab_size), jnp.float32)
         return init_device(
             sizes,
-            kv_pages=target.init_kv(sizes.num_pages, sizes.page_size),
+            **target_state(target, sizes),
             draft_kv_pages=draft.init_kv(sizes.num_pages, sizes.page_size),
             carry=Carry(
                 bonus=jax.ShapeDtypeStruct((), jnp.int32),

@@ -125,6 +125,7 @@ def run_job(job: TrainJob, model: LoadedModel, *, progress: Progress | None = No
     """
     show = progress or (lambda what: lambda items, total: items)
     facts, options = model.target.facts, job.options
+    _llama(model.target)
     captures = _capture_layers(job, facts.num_layers)
     folder = job.features
     if folder is None:
@@ -165,13 +166,18 @@ def run_job(job: TrainJob, model: LoadedModel, *, progress: Progress | None = No
     return JobResult(trained.draft, out, record)
 
 
+def _llama(target: TargetModel) -> LlamaConfig:
+    """Raises ValueError unless the target is one that drafts are shaped after."""
+    if not isinstance(target.config, LlamaConfig):
+        raise ValueError(f"a draft is trained after a Llama-family target, not after {type(target.config).__name__}")
+    return target.config
+
+
 def draft_config(
     job: TrainJob, target: TargetModel, *, capture_layers: tuple[int, ...], draft_vocab_size: int
 ) -> EagleConfig | BlockDraftConfig | FrozenKVConfig:
     """A draft shaped like layers of the target: heads, norms and position encoding, so that it can start from them."""
-    facts, config = target.facts, target.config
-    if not isinstance(config, LlamaConfig):
-        raise ValueError(f"a draft is trained after a Llama-family target, not after {type(config).__name__}")
+    facts, config = target.facts, _llama(target)
     sizes: dict[str, Any] = {
         "kind": job.kind,
         "vocab_size": facts.vocab_size,

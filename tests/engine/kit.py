@@ -145,7 +145,7 @@ def prompts_of(count: int, *, seed: int = 0, shortest: int = 1, longest: int = 4
 
 
 @functools.cache
-def _full_forward(forward, logits, init_kv, padded: int):
+def _full_forward(forward, logits, init_kv, padded: int, init_recurrent=lambda num_rows, num_pages, page_size: ()):
     page_size = 16
     pages = -(-padded // page_size)
 
@@ -153,7 +153,7 @@ def _full_forward(forward, logits, init_kv, padded: int):
     def run(params, tokens, length):
         one, table = jnp.ones(1, jnp.int32), jnp.arange(1, pages + 1, dtype=jnp.int32)[None]
         batch, last = prefill_batch(tokens, one, one - 1, length[None], table, page_size=page_size)
-        out = forward(params, batch, init_kv(pages, page_size))
+        out = forward(params, batch, init_kv(pages, page_size), recurrent=init_recurrent(2, 0, page_size))
         return logits(params, out.hidden[last])[0]
 
     return run
@@ -162,7 +162,7 @@ def _full_forward(forward, logits, init_kv, padded: int):
 def slow_greedy(target, prompt: list[int], num_tokens: int, stop=()) -> list[int]:
     """Greedy decoding that recomputes the whole sequence for every token: no cache, no engine."""
     padded = target.facts.context_len
-    run = _full_forward(target.forward, target.logits, target.init_kv, padded)
+    run = _full_forward(target.forward, target.logits, target.init_kv, padded, target.init_recurrent)
     sequence, out = list(prompt), []
     while len(out) < num_tokens and len(sequence) < padded:
         tokens = np.zeros(padded, np.int32)

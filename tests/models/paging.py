@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jspec.models.recurrence import Accepted
 from jspec.models.target import TargetModel
 from jspec.state.batches import ForwardBatch, ForwardMode
 
@@ -19,8 +20,8 @@ def compiled(target_forward, target_logits):
     @functools.partial(
         jax.jit, static_argnames="capture_layers", compiler_options={"xla_backend_optimization_level": 0}
     )
-    def run(params, batch, kv_pages, capture_layers):
-        out = target_forward(params, batch, kv_pages, capture_layers=capture_layers)
+    def run(params, batch, kv_pages, capture_layers, recurrent=()):
+        out = target_forward(params, batch, kv_pages, capture_layers=capture_layers, recurrent=recurrent)
         return target_logits(params, out.hidden), out
 
     return run
@@ -34,6 +35,7 @@ class PagedRows:
         ids = np.random.default_rng(seed).permutation(np.arange(1, num_rows * pages_per_row + 1))
         self.page_table = ids.reshape(num_rows, pages_per_row).astype(np.int32)
         self.kv_pages = target.init_kv(num_rows * pages_per_row, PAGE_SIZE)
+        self.recurrent = target.init_recurrent(num_rows + 1, num_rows * pages_per_row, PAGE_SIZE)
         self.run = compiled(target.forward, target.logits)
 
     def slots(self, row: int, positions: np.ndarray) -> np.ndarray:
@@ -62,8 +64,13 @@ class PagedRows:
             forward_mode=ForwardMode.TARGET_VERIFY if width else ForwardMode.EXTEND,
             query_len=width,
         )
-        logits, out = self.run(self.target.params, batch, self.kv_pages, capture_layers)
-        self.kv_pages, self.lens = out.kv_pages, self.lens + extend
+        logits, out = self.run(self.target.params, batch, self.kv_pages, capture_layers, self.recurrent)
+        self.kv_pages, self.recurrent = out.kv_pages, out.recurrent
+        if width:
+            path = jnp.broadcast_to(jnp.arange(width), (len(rows), width))
+            accepted = Accepted(batch.rows, batch.prefix_lens, batch.extend_lens, path, batch.page_table)
+            self.recurrent = self.target.commit(self.recurrent, out.intermediates, accepted)
+        self.lens = self.lens + extend
         parts = [slice(start, start + n) for start, n in zip(starts, extend, strict=True)]
         return tuple([np.asarray(x, np.float32)[part] for part in parts] for x in (logits, out.captured, out.hidden))
 

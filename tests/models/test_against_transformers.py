@@ -30,6 +30,24 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+BAMBA = {
+    "num_hidden_layers": 3,
+    "attn_layer_indices": [1],
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 16,
+    "mamba_chunk_size": 4,
+}
+DELTA = {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 4,
+}
 CASES = {
     "llama": ("Llama", {}),
     "llama_tied_mha": ("Llama", {"tie_word_embeddings": True, "num_key_value_heads": 4, "num_hidden_layers": 1}),
@@ -41,13 +59,18 @@ CASES = {
     "mistral": ("Mistral", {"sliding_window": None, "head_dim": 16, "num_hidden_layers": 1}),
     "qwen2": ("Qwen2", {}),
     "qwen3_tied": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
+    "bamba": ("Bamba", BAMBA),
+    "qwen3_next": ("Qwen3Next", DELTA | {"num_experts": 0}),
+    "qwen3_5_tied": ("Qwen3_5", DELTA | {"tie_word_embeddings": True}),
 }
+DECODING = ("llama", "bamba", "qwen3_next")
 
 
 def make(name: str):
     """A model whose every parameter matters: biases and norms are random too."""
     family, changes = CASES[name]
-    config = getattr(transformers, f"{family}Config")(**SIZES | changes)
+    kind = "Qwen3_5TextConfig" if family == "Qwen3_5" else f"{family}Config"
+    config = getattr(transformers, kind)(**SIZES | changes)
     torch.manual_seed(0)
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     with torch.no_grad():
@@ -66,9 +89,9 @@ def test_prefill_decode_and_verify_equal_transformers(name, tmp_path):
 
     last = target.facts.num_layers - 1
     rng = np.random.default_rng(1)
-    # per row: a ragged prompt, then verifies of up to 3 tokens, the last row's shorter than its 3 slots; one family also decodes
-    lens = [[7, 1, 3], [1, 1, 3], [5, 1, 2]] if name == "llama" else [[7, 3], [1, 3], [5, 2]]
-    widths = (None, 1, 3) if name == "llama" else (None, 3)
+    # per row: a ragged prompt, then verifies of up to 3 tokens, the last row's shorter than its 3 slots; some also decode
+    lens = [[7, 1, 3], [1, 1, 3], [5, 1, 2]] if name in DECODING else [[7, 3], [1, 3], [5, 2]]
+    widths = (None, 1, 3) if name in DECODING else (None, 3)
     chunks = [[rng.integers(0, 97, n).tolist() for n in row] for row in lens]
     rows = PagedRows(target, 3)
     calls = [
