@@ -24,6 +24,7 @@ def stub_target(context_len: int) -> TargetModel:
         num_layers=1,
         num_kv_heads=1,
         head_dim=1,
+        kv_layers=(0,),
         eos_token_ids=(),
         kv_bytes_per_token=8,
     )

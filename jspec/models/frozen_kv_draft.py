@@ -41,6 +41,7 @@ class FrozenKVConfig:
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
+    rotary_dim: int = 0  # how much of a head turns with the position, as of the target's keys; 0: all
 
     kind = "frozen-kv-mtp"
 
@@ -58,6 +59,10 @@ class FrozenKVConfig:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}")
+        if not 0 <= self.rotary_dim <= self.head_dim or self.rotary_dim % 2:
+            raise ValueError(
+                f"rotary_dim={self.rotary_dim} must be even and lie in [0, head_dim={self.head_dim}]; 0 turns all"
+            )
         if self.draft_vocab_size > self.vocab_size:
             raise ValueError(f"draft_vocab_size={self.draft_vocab_size} exceeds vocab_size={self.vocab_size}")
         if not self.kv_layers or min(self.kv_layers) < 0:
@@ -82,8 +87,9 @@ class FrozenKVFacts:
 class FrozenKVDraft(NamedTuple):
     """An assistant over the target's KV pool. All functions are pure and traceable.
 
-    * `forward(params, token_ids: i32[T], hidden: [T, H], batch, kv_pages) -> (x: [T, Ha], hidden: [T, H])`: what the head reads, and what the next step is
-      given. `batch` says what of the target's KV each row sees; the pool is read and not returned.
+    * `forward(params, token_ids: i32[T], hidden: [T, H], batch, kv_pages, *, pool_layers) -> (x: [T, Ha], hidden: [T, H])`: what the head reads, and what the
+      next step is given. `batch` says what of the target's KV each row sees; the pool is read and not returned. `pool_layers`: static; where in the pool the KV
+      lies that each layer of the draft asks.
     * `logits(params, x: [..., Ha]) -> f32[..., Vd]`; with centroids, -inf for tokens whose centroid is none of the best.
     * `token_ids(params, draft_ids: i32[...]) -> i32[...]`: ids in the target's vocabulary.
     * `embed(params, token_ids, hidden) -> [T, Ha]`, `query(params, x, positions, *, layer) -> [T, Hq, D]`, `layer_out(params, x, mixed, *, layer) -> [T, Ha]`,
@@ -220,7 +226,8 @@ def _functions(config: FrozenKVConfig, kernels: str, dtype: Any, mapped: bool) -
         return apply(params, embeds, hidden.astype(dtype), method="embed")
 
     def query(params, x, positions, *, layer: int):
-        frequency = inverse_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
+        turned = config.rotary_dim or config.head_dim
+        frequency = inverse_frequencies(turned, config.rope_theta, config.rope_scaling)
         return apply(params, x, *angles(positions, frequency), layer, method="query")
 
     def layer_out(params, x, mixed, *, layer: int):
@@ -229,11 +236,11 @@ def _functions(config: FrozenKVConfig, kernels: str, dtype: Any, mapped: bool) -
     def project_out(params, x):
         return apply(params, x, method="project_out")
 
-    def forward(params, token_ids, hidden, batch: ForwardBatch, kv_pages):
+    def forward(params, token_ids, hidden, batch: ForwardBatch, kv_pages, *, pool_layers: tuple[int, ...]):
         x = embed(params, token_ids, hidden)
-        for layer, of_target in enumerate(config.kv_layers):
+        for layer, in_pool in enumerate(pool_layers):
             q = query(params, x, batch.positions, layer=layer)
-            mixed = attend(q, kv_pages, batch, layer=of_target, scale=scale, backend=kernels)
+            mixed = attend(q, kv_pages, batch, layer=in_pool, scale=scale, backend=kernels)
             x = layer_out(params, x, mixed.reshape(x.shape[0], -1), layer=layer)
         return project_out(params, x)
 

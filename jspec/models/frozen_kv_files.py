@@ -72,11 +72,12 @@ def config_from_json(source: str, raw: Mapping[str, Any], facts: TargetFacts) ->
     ):
         if have != want:
             raise ValueError(f"{source}: {name}={have} must be the target's {want}: {OTHER_DRAFT}")
-    if max(layers, default=0) >= facts.num_layers:
+    if not set(layers) <= set(facts.kv_layers):
         raise ValueError(
-            f"{source}: kv_layers={layers} must lie in 0..{facts.num_layers - 1}, the target's layers: {OTHER_DRAFT}"
+            f"{source}: kv_layers={layers} must be among {list(facts.kv_layers)}, the target's layers that have KV: {OTHER_DRAFT}"
         )
-    numbers = {name: own.get(name, default) for name, default in (("num_centroids", 0), ("top_centroids", 32))}
+    defaults = {"num_centroids": 0, "top_centroids": 32, "rotary_dim": 0}
+    numbers = {name: own.get(name, default) for name, default in defaults.items()}
     numbers["draft_vocab_size"] = raw.get("draft_vocab_size", layer.vocab_size)
     for name, value in numbers.items():
         if type(value) is not int:
@@ -112,6 +113,7 @@ def config_to_json(config: FrozenKVConfig, *, torch_dtype: str) -> dict[str, Any
             "kv_layers": list(config.kv_layers),
             "num_centroids": config.num_centroids,
             "top_centroids": config.top_centroids,
+            "rotary_dim": config.rotary_dim,
         },
     }
 

@@ -95,14 +95,13 @@ class HybridLayer(nn.Module):
 
     def attend(self, heads, kv_pages, batch: ForwardBatch, cos, sin, vectors):
         """Projected heads, f32 -> (attention output[T, Hq * D], the pool with this layer's KV written)."""
-        c, turned = self.config.base, self.config.rotary_dim
+        c = self.config.base
         ends = [c.num_heads, c.num_heads + c.num_kv_heads, c.qkv_heads]
         q, k, v, gate = jnp.split(heads.reshape(-1, self.config.fused_heads, c.head_dim), ends, axis=1)
         if c.qk_norm:
             norms = vectors["qk_norms"]
             q, k = rms_norm(q, norms[0], c.rms_norm_eps), rms_norm(k, norms[1], c.rms_norm_eps)
-        q, k = (jnp.concatenate([rotate(part[..., :turned], cos, sin), part[..., turned:]], axis=-1) for part in (q, k))
-        q, k, v = (part.astype(self.dtype) for part in (q, k, v))
+        q, k, v = (part.astype(self.dtype) for part in (rotate(q, cos, sin), rotate(k, cos, sin), v))
         kv_pages = paged_kv_write(kv_pages, k, v, batch.slots, layer=self.index, backend=self.kernels)
         out = attend(q, kv_pages, batch, layer=self.index, scale=c.head_dim**-0.5, backend=self.kernels)
         out = out.reshape(-1, c.num_heads * c.head_dim)
@@ -250,6 +249,7 @@ def _facts(config: HybridConfig, dtype: Any) -> TargetFacts:
         num_layers=base.num_layers,
         num_kv_heads=base.num_kv_heads,
         head_dim=base.head_dim,
+        kv_layers=config.attention_layers,
         eos_token_ids=base.eos_token_ids,
         kv_bytes_per_token=2 * len(config.attention_layers) * base.num_kv_heads * base.head_dim * dtype.itemsize,
         recurrent_bytes=bytes_per_entry(config.mixer, config.num_recurrent, dtype),

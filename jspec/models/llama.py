@@ -297,6 +297,7 @@ def _facts(config: LlamaConfig, dtype: Any) -> TargetFacts:
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
+        kv_layers=tuple(range(config.num_layers)),
         eos_token_ids=config.eos_token_ids,
         kv_bytes_per_token=2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize,
     )

@@ -58,6 +58,6 @@ def angles(positions: jax.Array, frequency: np.ndarray) -> tuple[jax.Array, jax.
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """f32[T, N, D]: each head's two halves rotated by the token's angles."""
-    first, second = jnp.split(x, 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    """f32[T, N, D]: each head's two halves rotated by the token's angles. Where there are angles for a part of the head, so are the halves of its first part."""
+    first, second, rest = jnp.split(x, [cos.shape[-1], 2 * cos.shape[-1]], axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)

@@ -15,6 +15,7 @@ class TargetFacts:
     num_layers: int
     num_kv_heads: int
     head_dim: int
+    kv_layers: tuple[int, ...]  # layers that have KV, ascending: these are layers 0, 1, ... of the pool
     eos_token_ids: tuple[int, ...]
     kv_bytes_per_token: int  # K and V of all layers, in the pool's dtype
     recurrent_bytes: int = 0  # what recurrent layers remember of one row; 0 where there are none

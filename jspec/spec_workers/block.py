@@ -19,7 +19,7 @@ from jspec.spec_workers.base import (
     init_device,
     target_state,
 )
-from jspec.spec_workers.featured import ExtendHandoff, Handoff, Start, check_pair, prefill
+from jspec.spec_workers.featured import ExtendHandoff, Handoff, Start, check_pair, commit_recurrent, prefill
 from jspec.spec_workers.forward import row_slots, verify_batch
 from jspec.spec_workers.upload import DecodeInputs, ExtendInputs
 
@@ -66,6 +66,7 @@ def block_worker(
         return _inject(draft, params["draft"], device, *written, handoff.prompts.forward_iter)
 
     def commit_phase(params, device: DeviceState, inputs: DecodeInputs, handoff: Handoff, *, table_width: int):
+        device = commit_recurrent(target, device, handoff)
         rows, place = inputs.rows, jnp.arange(width, dtype=jnp.int32)
         positions = handoff.seq_lens[:, None] + place
         slots = row_slots(rows, positions, device.page_table[rows, :table_width], page_size=device.page_size)

@@ -24,7 +24,7 @@ from jspec.spec_workers.block import block_rows, block_worker
 from jspec.spec_workers.draft_sampling import best_tokens, draw_tokens
 from jspec.spec_workers.dspark_budget import ALL, Sps, budget
 from jspec.spec_workers.dspark_layout import survival, verify_lens
-from jspec.spec_workers.featured import Start, start, verify_chain, widen
+from jspec.spec_workers.featured import Start, publish_run, start, walk_chain, widen
 from jspec.spec_workers.upload import DecodeInputs
 
 
@@ -55,11 +55,11 @@ def dspark(
     """A worker whose draft runs once before each verify, and then walks its block token by token with a small head; of all rows' drafts it verifies as many as
     pay, the likeliest ones.
 
-        resolve -> draft block -> Markov walk -> confidence -> layout -> verify -> accept -> PUBLISH -> inject, stash
+        resolve -> draft block -> Markov walk -> confidence -> layout -> verify -> accept -> PUBLISH -> commit, inject, stash
 
     How many drafts are verified, the budget, comes up with the launch: the host makes it of `sps` and of the confidences of launches that were settled by then.
     Whose they are, the layout, is decided on the device by this step's own confidences; see `verify_lens` for why neither changes the output's law.
-    A row keeps pages for its whole block, whatever is verified of it.
+    A row keeps pages for its whole block, whatever is verified of it. What recurrent layers of the target remember is committed after PUBLISH, too.
 
     Rows that sample draw their drafts from the draft's own distribution and accept them by `accept_rejection`: their output has the target's law, but is another
     draw than plain decoding's with the same seed, and where budgets are in use it depends on the rows beside it.
@@ -91,23 +91,19 @@ def dspark(
             draft, params["draft"], begun, inputs.rows, hidden[:, config.num_rows - count :], budgeted=budgeted
         )
         ragged: dict[str, Any] = {}
+        words = None
         if budgeted:
             chances = survival(block.confidence, scale)
             ragged["verify_lens"] = verify_lens(chances, inputs.batch_words[0], begun.num_drafts)
-            ragged["words"] = lax.bitcast_convert_type(chances.astype(jnp.float32), jnp.int32)
+            words = lax.bitcast_convert_type(chances.astype(jnp.float32), jnp.int32)
         if ragged_verify == "compact":
             ragged["token_buckets"] = token_buckets(inputs.rows.shape[0], count + 1)
-        return verify_chain(
-            target,
-            params["target"],
-            begun,
-            inputs,
-            block.candidates,
-            functools.partial(widen, draft, params["draft"], block.probs),
-            layers=draft.facts.capture_layers,
-            output_stride=count + 1,
-            **ragged,
+        layers = draft.facts.capture_layers
+        drawn_from = functools.partial(widen, draft, params["draft"], block.probs)
+        run = walk_chain(
+            target, params["target"], begun, inputs.rows, block.candidates, drawn_from, layers=layers, **ragged
         )
+        return publish_run(target, params["target"], run, inputs, output_stride=count + 1, words=words)
 
     return block_worker(
         target,

@@ -44,6 +44,13 @@ class ExtendHandoff(NamedTuple):
     hidden: Any  # [T, H]  and after its final norm
 
 
+class Owed(NamedTuple):
+    """What `TargetModel.commit` is to be told of a verify."""
+
+    intermediates: Any
+    accepted: Accepted
+
+
 class Handoff(NamedTuple):
     """From a verify to its draft extend. `O` is the most tokens this verify could emit."""
 
@@ -52,6 +59,7 @@ class Handoff(NamedTuple):
     accept_lens: Any  # i32[B]
     captured: Any  # [B, O, M, H]  features along the accepted path
     hidden: Any  # [B, O, H]
+    owed: Owed | tuple[()] = ()  # to a target with recurrent layers; () where there is nothing, or nothing any more
 
 
 class Start(NamedTuple):
@@ -105,7 +113,7 @@ def start(device: DeviceState, inputs: DecodeInputs, *, table_width: int, depth:
 class Run(NamedTuple):
     """A verify that is not published yet."""
 
-    begun: Start  # as it was, but for the target's pool and recurrent state
+    begun: Start  # as it was, but for the target's pool
     handoff: Handoff
     finite: Any  # bool[B, O]  of the logits along the accepted path
 
@@ -130,7 +138,7 @@ def verify_chain(
         output_stride: token columns of the outcome.
         words: i32[B, X] or None, for the worker's host side.
     """
-    run = walk_chain(target, params, begun, inputs.rows, candidates, draft_probs, **options)
+    run = commit_run(target, walk_chain(target, params, begun, inputs.rows, candidates, draft_probs, **options))
     return publish_run(target, params, run, inputs, output_stride=output_stride, words=words)
 
 
@@ -148,7 +156,7 @@ def walk_chain(
     verify_lens=None,
     token_buckets: tuple[int, ...] = (),
 ) -> Run:
-    """Verifies a chain, accepts what is right of it, and commits the recurrent state of the target, if it has one.
+    """Verifies a chain and accepts what is right of it.
 
     Args:
         target: the model.
@@ -226,9 +234,22 @@ def walk_chain(
             lambda: (tokens, accept_lens),
         )
     accepted = chain_run(rows, seq_lens, accept_lens, page_table, width=width)
-    recurrent = target.commit(device.recurrent, remembered, accepted)
-    begun = begun._replace(device=dataclasses.replace(device, kv_pages=kv_pages, recurrent=recurrent))
-    return Run(begun, Handoff(seq_lens, tokens, accept_lens, captured, hidden), finite)
+    owed = Owed(remembered, accepted) if remembered else ()
+    begun = begun._replace(device=dataclasses.replace(device, kv_pages=kv_pages))
+    return Run(begun, Handoff(seq_lens, tokens, accept_lens, captured, hidden, owed), finite)
+
+
+def commit_run(target: TargetModel, run: Run) -> Run:
+    """`run`, the target's recurrent state moved on to its end."""
+    device = commit_recurrent(target, run.begun.device, run.handoff)
+    return run._replace(begun=run.begun._replace(device=device), handoff=run.handoff._replace(owed=()))
+
+
+def commit_recurrent(target: TargetModel, device: DeviceState, handoff: Handoff) -> DeviceState:
+    """`device`, the target's recurrent state moved on to the end of the run that `handoff` tells of."""
+    if not handoff.owed:
+        return device
+    return dataclasses.replace(device, recurrent=target.commit(device.recurrent, *handoff.owed))
 
 
 def verify_tree(
@@ -244,7 +265,7 @@ def verify_tree(
 ) -> PhaseOutput:
     """Verify, accept, move the path's KV into place, PUBLISH. Arguments as of `verify_chain`."""
     options = {"layers": layers, "max_depth": output_stride - 1, "lossy_threshold": lossy_threshold}
-    run = walk_tree(target, params, begun, inputs.rows, tree, **options)
+    run = commit_run(target, walk_tree(target, params, begun, inputs.rows, tree, **options))
     return publish_run(target, params, run, inputs, output_stride=output_stride)
 
 
@@ -259,7 +280,7 @@ def walk_tree(
     max_depth: int,
     lossy_threshold: float = 1.0,
 ) -> Run:
-    """Verifies a tree, accepts a path of at most `max_depth` drafts, moves its KV into place, and commits the recurrent state. Arguments as of `walk_chain`."""
+    """Verifies a tree, accepts a path of at most `max_depth` drafts, and moves its KV into place. Arguments as of `walk_chain`."""
     device, page_table, seq_lens, _, _, num_drafts = begun
     nodes = {"depths": tree.depths, "ancestors": tree.ancestors}
     batch = verify_batch(rows, seq_lens, tree.tokens, page_table, page_size=device.page_size, **nodes)
@@ -281,12 +302,12 @@ def walk_tree(
     front = jnp.where(place < accept_lens[:, None], front, 0)
     kv_pages = target.move_kv(out.kv_pages, source.reshape(-1), front.reshape(-1))
     accepted = Accepted(rows, seq_lens, accept_lens, taken, page_table)
-    recurrent = target.commit(device.recurrent, out.intermediates, accepted)
+    owed = Owed(out.intermediates, accepted) if out.intermediates else ()
 
     index = taken + jnp.arange(rows.shape[0], dtype=jnp.int32)[:, None] * tree.tokens.shape[1]
     tokens, finite = (jnp.take_along_axis(x, taken, axis=1) for x in (tokens, finite))
-    handoff = Handoff(seq_lens, tokens, accept_lens, out.captured[index], out.hidden[index])
-    device = dataclasses.replace(device, kv_pages=kv_pages, recurrent=recurrent)
+    handoff = Handoff(seq_lens, tokens, accept_lens, out.captured[index], out.hidden[index], owed)
+    device = dataclasses.replace(device, kv_pages=kv_pages)
     return Run(begun._replace(device=device), handoff, finite)
 
 

@@ -67,6 +67,7 @@ def frozen_kv_mtp(
     _check(target, draft, shape)
     topk, num_steps = shape.topk, shape.num_steps
     output_stride = min(num_steps, shape.verify_width - 1) + 1
+    pool_layers = tuple(target.facts.kv_layers.index(layer) for layer in draft.config.kv_layers)
 
     def init(sizes: DeviceSizes) -> DeviceState:
         embedding = target.embedding(target.params)
@@ -94,7 +95,7 @@ def frozen_kv_mtp(
         """One step of the draft, `N` nodes a row: `tokens: i32[B, N]`, `hidden: [B, N, H]`. Returns probabilities and draft ids `[B, N, K]`, and hidden states."""
         batch = frozen_batch(rows, begun.seq_lens, begun.page_table, width=tokens.shape[1])
         flat = (tokens.reshape(-1), hidden.reshape(tokens.size, -1))
-        x, after = draft.forward(params["draft"], *flat, batch, begun.device.kv_pages)
+        x, after = draft.forward(params["draft"], *flat, batch, begun.device.kv_pages, pool_layers=pool_layers)
         logits = draft.logits(params["draft"], x).reshape(*tokens.shape, -1)
         return (*best_tokens(logits, topk, scored=topk > 1), after.reshape(hidden.shape))
 
@@ -176,19 +177,15 @@ def _check(target: TargetModel, draft: FrozenKVDraft, shape: EagleSizes) -> None
     check_pair(target, draft)
     if num_devices(target.mesh) > 1:
         raise ValueError("frozen-kv-mtp reads the target's KV whole: build the target without tensor_parallel")
-    if target.facts.recurrent_bytes:
-        raise ValueError(
-            "frozen-kv-mtp asks the KV of the target's layers, and this target has layers without: use another algorithm"
-        )
     for field in ("num_kv_heads", "head_dim"):
         ours, theirs = getattr(draft.config, field), getattr(target.facts, field)
         if ours != theirs:
             raise ValueError(
                 f"the draft's {field}={ours}, the target's KV has {theirs}: choose a draft made for this target"
             )
-    if max(draft.config.kv_layers) >= target.facts.num_layers:
+    if not set(draft.config.kv_layers) <= set(target.facts.kv_layers):
         raise ValueError(
-            f"kv_layers={draft.config.kv_layers} must lie in 0..{target.facts.num_layers - 1}, the target's layers: choose a draft made for it"
+            f"kv_layers={draft.config.kv_layers} must be among {target.facts.kv_layers}, the target's layers that have KV: choose a draft made for it"
         )
     if len(shape.depths) > 1:
         raise ValueError(f"depths={shape.depths} must be left out: the draft has one depth")

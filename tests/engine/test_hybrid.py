@@ -29,6 +29,8 @@ from jspec.spec_workers import (
     plain,
     uno,
 )
+from jspec.spec_workers.base import DeviceSizes
+from jspec.spec_workers.upload import DECODE_COLUMNS, unpack_decode
 from jspec.state import ForwardMode
 
 VOCAB, CONTEXT, TOKENS = 16, 96, 24
@@ -91,6 +93,9 @@ WORKERS = {
         random_block_draft(hybrid(kind), 1, kind="dspark", markov_rank=4, confidence=True),
         ragged_verify="compact",
     ),
+    "frozen-kv": lambda kind: frozen_kv_mtp(
+        hybrid(kind), random_assistant(hybrid(kind), kv_layers=(1,), rotary_dim=8), sizes=TREE
+    ),
 }
 FAST = {("mamba2", "known"), ("mamba2", "tree"), ("gated-delta", "known")}
 EACH = [
@@ -108,6 +113,20 @@ def engine_of(kind: str, name: str, overlap: bool = True):
         hybrid(kind), worker=WORKERS[name](kind), page_size=8, max_running=3, max_prefill_tokens=24, mixed_batches=True,
         kv_tokens=120, schedule_conservativeness=0.01, overlap=overlap,
     )  # fmt: skip
+
+
+def moved(program, params, device, *others) -> bool:
+    """Whether a program, which returns the device first, gives back another recurrent state than it was given."""
+    traced = jax.make_jaxpr(program)(params, device, *others).jaxpr
+    before = len(jax.tree.leaves(params)) + leaves_before_recurrent(device)
+    after = leaves_before_recurrent(device)
+    count = len(jax.tree.leaves(device.recurrent))
+    return traced.invars[before : before + count] != traced.outvars[after : after + count]
+
+
+def leaves_before_recurrent(device) -> int:
+    paths = [path for path, _ in jax.tree.leaves_with_path(device)]
+    return next(i for i, path in enumerate(paths) if path[0].name == "recurrent")
 
 
 @functools.cache
@@ -185,10 +204,32 @@ def test_workers_that_cannot_run_it_say_so():
     target = hybrid("mamba2")
     with pytest.raises(ValueError, match="uno needs a target that takes an adapter"):
         uno(target, random_lora(transformer()))
-    with pytest.raises(
-        ValueError, match="frozen-kv-mtp asks the KV of the target's layers, and this target has layers"
-    ):
-        frozen_kv_mtp(target, random_assistant(target))
+    with pytest.raises(ValueError, match=r"kv_layers=\(1, 0\) must be among \(1,\), the target's layers that have KV"):
+        frozen_kv_mtp(target, random_assistant(target, kv_layers=(1, 0)))
+
+
+@pytest.mark.parametrize("name", WORKERS)
+def test_the_state_is_committed_before_publish_or_after(name):
+    """By the program that PUBLISHES, but DSpark's by the one behind it: the other leaves the state as it was."""
+    worker = WORKERS[name]("mamba2")
+    device = jax.eval_shape(lambda: worker.init(DeviceSizes(num_rows=3, num_pages=8, pages_per_row=4, page_size=8)))
+    upload = jax.ShapeDtypeStruct((2, DECODE_COLUMNS + 1 + sum(worker.input_words)), jnp.int32)
+    depth = worker.depths[-1]
+
+    def verify(params, device, upload):
+        inputs = unpack_decode(upload, words=worker.input_words)
+        out = worker.verify_phase(params, device, inputs, table_width=4, depth=depth)
+        return out.device, out.handoff
+
+    def commit(params, device, upload, handoff):
+        inputs = unpack_decode(upload, words=worker.input_words)
+        return worker.commit_phase(params, device, inputs, handoff, table_width=4)
+
+    given = (worker.params, device, upload)
+    _, handoff = jax.eval_shape(verify, *given)
+    by_first = moved(verify, *given)
+    by_second = worker.commit_phase is not None and moved(commit, *given, handoff)
+    assert (by_first, by_second) == ((False, True) if name == "dspark" else (True, False))
 
 
 def test_other_targets_pay_nothing():

@@ -65,7 +65,9 @@ def test_the_loss_is_that_of_what_the_worker_computes():
         for t in range(length):
             token = tokens[jnp.minimum(t + 1 + depth, length)]
             asked = frozen_batch(one, (t + 1) * one, table, width=1)
-            x, state = draft.forward(draft.params, token[None], hidden[t][None], asked, out.kv_pages)
+            x, state = draft.forward(
+                draft.params, token[None], hidden[t][None], asked, out.kv_pages, pool_layers=(2, 1)
+            )
             after.append(state[0])
             if t + 1 + depth < length:
                 probs = jax.nn.softmax(head @ out.hidden[t + 1 + depth])
