@@ -159,6 +159,9 @@ def generate(
     ragged_verify: Annotated[
         str, typer.Option(help='dspark: verify every draft ("static"), or as many as pay ("compact", "cap-accept").')
     ] = EngineConfig.ragged_verify,
+    draft_cache: Annotated[
+        str, typer.Option(help='dflash, dspark: the draft\'s KV "paged", or in a ring of its "window" for each row.')
+    ] = EngineConfig.draft_cache,
     sps: Annotated[str | None, typer.Option(help="dspark: what a verify costs here, from `jspec profile sps`.")] = None,
     sts: Annotated[
         str | None, typer.Option(help="dspark: temperatures of its confidence, from `jspec calibrate sts`.")
@@ -249,6 +252,7 @@ def generate(
             lossy_threshold=lossy_threshold,
             adaptive_steps=_adaptive_steps(adaptive_steps),
             ragged_verify=ragged_verify,
+            draft_cache=draft_cache,
             sps=sps,
             sts=sts,
             page_size=page_size,

@@ -48,6 +48,9 @@ BlockSize = Annotated[
 MaskTokenId = Annotated[
     int | None, typer.Option(help="dflash, dspark: stands for what is to be proposed; by default 0.")
 ]
+Window = Annotated[
+    int | None, typer.Option(help="dflash, dspark: positions that a row of a block sees; by default all there are.")
+]
 MarkovRank = Annotated[int | None, typer.Option(help="dspark: rank of the Markov head; by default 32.")]
 MarkovHead = Annotated[str | None, typer.Option(help='dspark: "vanilla", "gated" or "rnn"; by default "vanilla".')]
 Unroll = Annotated[
@@ -96,6 +99,7 @@ def train(
     hidden_size: HiddenSize = None,
     block_size: BlockSize = None,
     mask_token_id: MaskTokenId = None,
+    window: Window = None,
     markov_rank: MarkovRank = None,
     markov_head: MarkovHead = None,
     steps: Steps = 1000,

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 RAGGED_VERIFY = ("static", "cap-accept", "compact")
+DRAFT_CACHES = ("paged", "window")
 POLICIES = ("fcfs", "longest-prefix")
 KERNEL_BACKENDS = ("xla", "pallas", "pallas_interpret")
 MAX_STOP_TOKEN_IDS = 8
@@ -255,6 +256,9 @@ class EngineConfig:
     """A JSON file of what a verify of so many tokens costs on this machine, from `jspec profile sps`. None: every draft pays."""
     sts: str | None = None
     """A JSON file of temperatures that calibrate the draft's confidence, from `jspec calibrate sts`. None: as the draft says."""
+    draft_cache: str = "paged"
+    """Where a block draft keeps its KV: "paged" beside the target's pages; "window" in a ring for each row, as long as the draft's window, whatever the length
+    of the context. A ring has no prefix cache."""
     page_size: int = 64
     """Tokens a KV page holds, 1 to 256."""
     max_running: int = 8
@@ -328,6 +332,8 @@ class EngineConfig:
             )
         if self.ragged_verify not in RAGGED_VERIFY:
             raise ValueError(f"ragged_verify={self.ragged_verify!r} must be one of {', '.join(RAGGED_VERIFY)}")
+        if self.draft_cache not in DRAFT_CACHES:
+            raise ValueError(f"draft_cache={self.draft_cache!r} must be one of {', '.join(DRAFT_CACHES)}")
         for field in ("sps", "sts"):
             value = getattr(self, field)
             if value is not None and (not isinstance(value, str) or not value):

@@ -107,6 +107,7 @@ BAD_ENGINE = [
     ("adaptive_steps", TypeError, [3, "1:1", (1, 2), ((1, 3),), ((1.0, (1,)),), ((1, (1.5,)),)]),
     ("adaptive_steps", ValueError, [((1, ()),), ((1, (3, 1)),), ((2, (1,)),), ((1, (1,)), (1, (2,))), ((1, (-1,)),)]),
     ("ragged_verify", ValueError, ["", "dynamic", None, 3]),
+    ("draft_cache", ValueError, ["", "ring", None, 3]),
     ("sps", TypeError, [3, "", b"t"]),
     ("sps", ValueError, ["table.json"]),  # ragged_verify is "static"
     ("sts", TypeError, [3, "", b"t"]),
@@ -163,6 +164,7 @@ GOOD_ENGINE = [
     ("context_len", [None, 2, 10**6]),
     ("kv_tokens", [None, 1]),
     ("ragged_verify", ["static", "cap-accept", "compact"]),
+    ("draft_cache", ["paged", "window"]),
     ("sps", [None]),
     ("sts", [None]),
     ("kv_memory_bytes", [None, 1, 2**40]),

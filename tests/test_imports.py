@@ -30,7 +30,18 @@ KERNELS_NEED = {"jax", "numpy"}
 """Beside the standard library, all that `pallas_kernels` may use."""
 
 SHARED_BY_WORKERS = {
-    *("__init__", "accept", "adjust", "base", "block", "chain", "draft_sampling", "dspark_budget", "dspark_layout"),
+    *(
+        "__init__",
+        "accept",
+        "adjust",
+        "base",
+        "block",
+        "chain",
+        "draft_cache",
+        "draft_sampling",
+        "dspark_budget",
+        "dspark_layout",
+    ),
     *("eagle_sizes", "featured", "forward", "logprobs", "prompt", "registry", "run_if", "sampling", "tree", "upload"),
 }
 """Every other file of `spec_workers` is a worker, and no worker imports another. A new file that workers share is named here."""

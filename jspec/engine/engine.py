@@ -163,6 +163,7 @@ class Engine:
             vocab_size=facts.vocab_size,
             kv_bytes_per_token=facts.kv_bytes_per_token // num_devices(target.mesh) + worker.draft_kv_bytes_per_token,
             recurrent_bytes=facts.recurrent_bytes,
+            draft_row_bytes=worker.draft_kv_bytes_per_row(config.page_size),
             verify_width=worker.verify_width,
         )
         state = init_state(

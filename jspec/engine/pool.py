@@ -34,11 +34,12 @@ def num_kv_pages(
     kv_bytes_per_token: int,
     verify_width: int,
     recurrent_bytes: int = 0,
+    draft_row_bytes: int = 0,
 ) -> int:
     """Pages of the pool: `kv_tokens` if given, else what the memory budget holds, and no more than all rows can use.
 
     `kv_bytes_per_token` counts every pool that lies at these pages: the target's and the draft's. `recurrent_bytes` are those that a row's recurrent state takes:
-    each row has one, each token of a verify leaves one, and so does each page where there is a prefix cache.
+    each row has one, each token of a verify leaves one, and so does each page where there is a prefix cache. `draft_row_bytes`: what a draft keeps for a row.
 
     Raises:
         ValueError: not even the shortest request fits.
@@ -52,9 +53,10 @@ def num_kv_pages(
             vocab_size=vocab_size, batch=config.max_running, verify_width=verify_width
         )
         of_rows = recurrent_bytes * (config.max_running + 1 + config.max_running * verify_width)
+        of_rows += draft_row_bytes * config.max_running
         of_page = kv_bytes_per_token * page + (recurrent_bytes if config.prefix_cache else 0)
         pages = min((budget - of_rows) // of_page, config.max_running * longest)
-        given = f"kv_memory_bytes={budget} ({of_page} bytes a page{f', {of_rows} of recurrent state beside them' if of_rows else ''})"
+        given = f"kv_memory_bytes={budget} ({of_page} bytes a page{f', {of_rows} that rows keep beside them' if of_rows else ''})"
     shortest = int(pages_to_finish(np.int32(1), np.int32(2), limits=limits, page_size=page))
     if pages < shortest:
         raise ValueError(

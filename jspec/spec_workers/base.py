@@ -168,6 +168,9 @@ class SpecWorker(NamedTuple):
         0,
     )  # depths a step can be run at, ascending; the last is what `verify_width` was made for
     draft_kv_bytes_per_token: int = 0  # of the draft's pool, which lies beside the target's
+    draft_kv_bytes_per_row: Callable[[int], int] = lambda page_size: (
+        0
+    )  # and of what the draft keeps for a row whatever its length, by page size
     lookahead: int = 0  # tokens past a position that the draft's KV at that position depends on
     caches_output: bool = (
         True  # the draft's KV of emitted tokens is what a prefill of them would have written, so that others may use it

@@ -19,6 +19,7 @@ from jspec.spec_workers.base import (
     init_device,
     target_state,
 )
+from jspec.spec_workers.draft_cache import DraftCache
 from jspec.spec_workers.featured import ExtendHandoff, Handoff, Start, check_pair, commit_recurrent, prefill
 from jspec.spec_workers.forward import row_slots, verify_batch
 from jspec.spec_workers.upload import DecodeInputs, ExtendInputs
@@ -31,11 +32,12 @@ class Carry(NamedTuple):
 
 
 def block_worker(
-    target: TargetModel, draft: BlockDraftModel, verify_phase: VerifyFn, *, kind: str, **facts: Any
+    target: TargetModel, draft: BlockDraftModel, cache: DraftCache, verify_phase: VerifyFn, *, kind: str, **facts: Any
 ) -> SpecWorker:
     """A worker of a block draft, whose `verify_phase` ends with a `Handoff`; what is left to do after publish is the same for all.
 
     Args:
+        cache: where the draft's KV lies.
         kind: of the draft that it runs.
         facts: the name, and what else differs of a `SpecWorker`.
 
@@ -51,7 +53,7 @@ def block_worker(
         return init_device(
             sizes,
             **target_state(target, sizes),
-            draft_kv_pages=draft.init_kv(sizes.num_pages, sizes.page_size),
+            draft_kv_pages=draft.init_kv(cache.num_pages(sizes), sizes.page_size),
             carry=Carry(bonus=jax.ShapeDtypeStruct((), jnp.int32)),
         )
 
@@ -62,14 +64,16 @@ def block_worker(
     def extend_commit(params, device: DeviceState, inputs: ExtendInputs, handoff: ExtendHandoff, *, table_width: int):
         del table_width, inputs  # the handoff has what was made of them
         batch = handoff.prompts.batch
-        written = (batch.rows, handoff.captured, batch.positions, batch.slots, handoff.tokens)
+        slots = cache.prefill_slots(handoff.prompts, device.page_size)
+        written = (batch.rows, handoff.captured, batch.positions, slots, handoff.tokens)
         return _inject(draft, params["draft"], device, *written, handoff.prompts.forward_iter)
 
     def commit_phase(params, device: DeviceState, inputs: DecodeInputs, handoff: Handoff, *, table_width: int):
         device = commit_recurrent(target, device, handoff)
         rows, place = inputs.rows, jnp.arange(width, dtype=jnp.int32)
         positions = handoff.seq_lens[:, None] + place
-        slots = row_slots(rows, positions, device.page_table[rows, :table_width], page_size=device.page_size)
+        table = cache.table(rows, device.page_table[rows, :table_width], device.page_size)
+        slots = row_slots(rows, positions, table, page_size=device.page_size)
         slots = jnp.where(place < handoff.accept_lens[:, None], slots, 0)  # of the accepted tokens, and of no others
         captured = handoff.captured.reshape(-1, *handoff.captured.shape[2:])
         bonus = jnp.take_along_axis(handoff.tokens, handoff.accept_lens[:, None] - 1, axis=1)[:, 0]
@@ -92,7 +96,8 @@ def block_worker(
             "verify_phase": verify_phase,
             "commit_phase": commit_phase,
             "depths": (draft.config.num_drafts,),
-            "draft_kv_bytes_per_token": draft.facts.kv_bytes_per_token,
+            "draft_kv_bytes_per_token": cache.bytes_per_token,
+            "draft_kv_bytes_per_row": cache.bytes_per_row,
             **facts,
         }
     )
@@ -107,7 +112,7 @@ def _inject(
     return dataclasses.replace(device, draft_kv_pages=kv_pages, future=future)
 
 
-def block_rows(draft: BlockDraftModel, params, begun: Start, rows) -> tuple[Any, Start]:
+def block_rows(draft: BlockDraftModel, cache: DraftCache, params, begun: Start, rows) -> tuple[Any, Start]:
     """Runs a block of the pending token and masks for every row of the batch.
 
     Returns: the block's hidden states `[B, N, H]`, and `begun` with the draft's pool that holds the block's own KV from the frontier on.
@@ -120,7 +125,7 @@ def block_rows(draft: BlockDraftModel, params, begun: Start, rows) -> tuple[Any,
         rows,
         begun.seq_lens,
         ids,
-        begun.page_table,
+        cache.table(rows, begun.page_table, device.page_size),
         page_size=device.page_size,
         depths=jnp.broadcast_to(jnp.arange(num_rows, dtype=jnp.int32), shape),
         ancestors=everyone,

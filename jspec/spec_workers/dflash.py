@@ -9,6 +9,7 @@ from jspec.models.block_draft import BlockDraftModel
 from jspec.models.target import TargetModel
 from jspec.spec_workers.base import DeviceState, PhaseOutput, SpecWorker
 from jspec.spec_workers.block import block_rows, block_worker
+from jspec.spec_workers.draft_cache import draft_cache
 from jspec.spec_workers.draft_sampling import best_tokens, draw_tokens
 from jspec.spec_workers.featured import check_acceptance, start, verify_chain, widen
 from jspec.spec_workers.upload import DecodeInputs
@@ -19,6 +20,7 @@ def dflash(
     draft: BlockDraftModel,
     *,
     name: str = "dflash",
+    cache: str = "paged",
     rejection_sampling: bool = False,
     lossy_threshold: float = 1.0,
 ) -> SpecWorker:
@@ -36,19 +38,21 @@ def dflash(
         target: the model.
         draft: its draft, of kind "dflash".
         name: how it is listed.
+        cache: where the draft's KV lies, see `draft_cache`.
         rejection_sampling: rows that sample draw each draft from its row of the block, and accept by `accept_rejection`.
         lossy_threshold: as of `eagle`.
 
     Raises:
-        ValueError: a draft that does not fit.
+        ValueError: a draft that does not fit; when it is started, a prefix cache beside `cache="window"`.
 
     Source: DFlash (arXiv 2602.06036); SGLang's DFLASH worker of Spec V2.
     """
     check_acceptance(rejection_sampling=rejection_sampling, lossy_threshold=lossy_threshold)
+    where = draft_cache(cache, draft)
 
     def verify_phase(params, device: DeviceState, inputs: DecodeInputs, *, table_width: int, depth: int) -> PhaseOutput:
         begun = start(device, inputs, table_width=table_width, depth=depth, context_len=draft.facts.context_len)
-        hidden, begun = block_rows(draft, params["draft"], begun, inputs.rows)
+        hidden, begun = block_rows(draft, where, params["draft"], begun, inputs.rows)
         logits = draft.logits(params["draft"], hidden[:, 1:])
         probs = None
         if rejection_sampling:
@@ -71,4 +75,4 @@ def dflash(
             lossy_threshold=lossy_threshold,
         )
 
-    return block_worker(target, draft, verify_phase, kind="dflash", name=name, lossy=lossy_threshold < 1)
+    return block_worker(target, draft, where, verify_phase, kind="dflash", name=name, lossy=lossy_threshold < 1)

@@ -21,6 +21,7 @@ from jspec.spec_workers.base import (
     VerifyKind,
 )
 from jspec.spec_workers.block import block_rows, block_worker
+from jspec.spec_workers.draft_cache import draft_cache
 from jspec.spec_workers.draft_sampling import best_tokens, draw_tokens
 from jspec.spec_workers.dspark_budget import ALL, Sps, budget
 from jspec.spec_workers.dspark_layout import survival, verify_lens
@@ -51,6 +52,7 @@ def dspark(
     ragged_verify: str = "static",
     sps: Sps | None = None,
     temperatures: Sequence[float] | None = None,
+    cache: str = "paged",
 ) -> SpecWorker:
     """A worker whose draft runs once before each verify, and then walks its block token by token with a small head; of all rows' drafts it verifies as many as
     pay, the likeliest ones.
@@ -73,20 +75,21 @@ def dspark(
         ragged_verify: see `EngineConfig`. All but "static" need a draft with a confidence head.
         sps: what a verify costs on this machine; without it, or with one that says nothing, everything is verified.
         temperatures: f32[K] of sequential temperature scaling; None: ones.
+        cache: where the draft's KV lies, see `draft_cache`.
 
     Raises:
-        ValueError: a draft or options that do not fit.
+        ValueError: a draft or options that do not fit; when it is started, a prefix cache beside `cache="window"`.
 
     Source: DSpark (arXiv 2607.05147); SGLang's DSPARK worker of Spec V2.
     """
     config, count = draft.config, draft.config.num_drafts
     _check_options(draft, ragged_verify, sps, temperatures)
-    budgeted = ragged_verify != "static"
+    budgeted, where = ragged_verify != "static", draft_cache(cache, draft)
     scale = np.ones(count, np.float32) if temperatures is None else np.asarray(temperatures, np.float32)
 
     def verify_phase(params, device: DeviceState, inputs: DecodeInputs, *, table_width: int, depth: int) -> PhaseOutput:
         begun = start(device, inputs, table_width=table_width, depth=depth, context_len=draft.facts.context_len)
-        hidden, begun = block_rows(draft, params["draft"], begun, inputs.rows)
+        hidden, begun = block_rows(draft, where, params["draft"], begun, inputs.rows)
         block = propose(
             draft, params["draft"], begun, inputs.rows, hidden[:, config.num_rows - count :], budgeted=budgeted
         )
@@ -108,6 +111,7 @@ def dspark(
     return block_worker(
         target,
         draft,
+        where,
         verify_phase,
         kind="dspark",
         name=name,

@@ -66,7 +66,7 @@ def _multi_layer(target: TargetModel, config: EngineConfig) -> SpecWorker:
 
 def _dflash(target: TargetModel, config: EngineConfig) -> SpecWorker:
     draft = _block(target, config)
-    return dflash(target, draft, **_acceptance(config))
+    return dflash(target, draft, cache=config.draft_cache, **_acceptance(config))
 
 
 def _dspark(target: TargetModel, config: EngineConfig) -> SpecWorker:
@@ -78,6 +78,7 @@ def _dspark(target: TargetModel, config: EngineConfig) -> SpecWorker:
         ragged_verify=config.ragged_verify,
         sps=None if config.sps is None else load_sps(config.sps),
         temperatures=None if sts is None else sts.temperatures,
+        cache=config.draft_cache,
     )
 
 
@@ -157,13 +158,13 @@ ALGORITHMS: dict[str, Algorithm] = {
         "a few draft layers over the target's hidden states fill in a block of tokens at once",
         _dflash,
         ("dflash",),
-        ("num_draft_tokens", "draft", "rejection_sampling", "lossy_threshold"),
+        ("num_draft_tokens", "draft", "rejection_sampling", "lossy_threshold", "draft_cache"),
     ),
     "dspark": Algorithm(
         "DFlash's block, walked by a Markov head; of all drafts it verifies the likeliest, as many as pay",
         _dspark,
         ("dspark",),
-        ("num_draft_tokens", "draft", "ragged_verify", "sps", "sts"),
+        ("num_draft_tokens", "draft", "ragged_verify", "sps", "sts", "draft_cache"),
     ),
     "frozen-kv-mtp": Algorithm(
         "an assistant without KV of its own asks the target's, as a chain or a tree",

@@ -41,6 +41,7 @@ ONLY_FOR = {
     "hidden_size": (FROZEN_KV,),
     "block_size": BLOCK_KINDS,
     "mask_token_id": BLOCK_KINDS,
+    "window": BLOCK_KINDS,
     "markov_rank": ("dspark",),
     "markov_head": ("dspark",),
 }
@@ -87,6 +88,8 @@ class TrainJob:
     """Of "dflash", the pending token among them, and of "dspark", which proposes so many."""
     mask_token_id: int = 0
     """Of "dflash" and "dspark": a token that no text holds."""
+    window: int | None = None
+    """Of "dflash" and "dspark": positions that a row sees, see `BlockDraftConfig.window`. None: all."""
     markov_rank: int = 32
     """Of "dspark"."""
     markov_head: str = "vanilla"
@@ -206,6 +209,7 @@ def draft_config(
             capture_layers=capture_layers,
             block_size=job.block_size,
             mask_token_id=job.mask_token_id,
+            window=job.window,
             qk_norm=config.qk_norm,
         )
     multi = job.kind == "multi-layer"

@@ -196,7 +196,7 @@ def test_memory_counts_rows_verified_tokens_and_pages():
                 page_size=8, max_running=3, prefix_cache=cached, kv_memory_bytes=rows + pages * of_page + spare
             )
             assert num_kv_pages(config, limits, **sizes) == pages + spare
-    with pytest.raises(ValueError, match=r"kv_memory_bytes=19000 \(3048 bytes a page, 19000 of recurrent state beside"):
+    with pytest.raises(ValueError, match=r"kv_memory_bytes=19000 \(3048 bytes a page, 19000 that rows keep beside"):
         num_kv_pages(EngineConfig(page_size=8, max_running=3, kv_memory_bytes=19000), limits, **sizes)
 
 
