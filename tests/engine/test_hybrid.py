@@ -182,6 +182,30 @@ def test_a_prefix_is_taken_up_where_a_page_ends():
     assert_idle(warm)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["plain", "known", "tree"])
+def test_no_row_pays_for_padding(kind, name):
+    """B64 (vllm PRs 55178, 53505, tpu-inference PR 2752): batches of 1 to 9 rows against buckets of 1, 4 and 9; tails of one prompt token beside verifies, of
+    prompts that are cached but for it; and frontiers on the end of a page."""
+    engine = build(
+        hybrid(kind), worker=WORKERS[name](kind), page_size=4, max_running=9, batch_buckets=(1, 4, 9),
+        max_prefill_tokens=24, mixed_batches=True,
+    )  # fmt: skip
+    for count in range(1, 10):
+        outputs = engine.generate(PROMPTS[:count], greedy(TOKENS))
+        assert [output.token_ids for output in outputs] == [alone(kind, tuple(p)) for p in PROMPTS[:count]]
+    stem = PROMPTS[6][:16]
+    seen = modes(engine)
+    for length in (16, 12, 8):  # cached up to the end of a page (or the page before, of what the draft looks ahead), and one token more
+        prompts = [[*stem[:length], token] for token in range(9)]
+        outputs = run_staggered(engine, prompts, [greedy(TOKENS)] * 9)
+        assert [output.token_ids for output in outputs] == [alone(kind, tuple(p)) for p in prompts]
+        assert sum(output.cached_tokens >= length - 4 for output in outputs) >= 6
+    assert ForwardMode.MIXED in seen
+    assert_idle(engine)
+
+
 def test_memory_counts_rows_verified_tokens_and_pages():
     target = hybrid("mamba2")
     facts = target.facts
