@@ -12,7 +12,7 @@ from flax import linen as nn
 from jspec.config import KERNEL_BACKENDS
 from jspec.models.attention import attend
 from jspec.models.gated_delta import GatedDelta
-from jspec.models.linear import project
+from jspec.models.linear import adapt, project
 from jspec.models.llama import LlamaConfig, check_params, rms_norm
 from jspec.models.mamba2 import Mamba2
 from jspec.models.recurrence import RecurrentState, bytes_per_entry, commit, init_recurrent, walk
@@ -76,11 +76,12 @@ class HybridLayer(nn.Module):
         self.gate_up = self.param("gate_up", init, (2 * c.intermediate_size, c.hidden_size), self.dtype)
         self.down = self.param("down", init, (c.hidden_size, c.intermediate_size), self.dtype)
 
-    def __call__(self, x, kv_pages, recurrent, batch: ForwardBatch, cos, sin, norms, vectors):
-        """x[T, H] -> (x[T, H], the pool, the recurrent state, what a verify leaves for `commit`)."""
-        eps = self.config.base.rms_norm_eps
+    def __call__(self, x, kv_pages, recurrent, batch: ForwardBatch, cos, sin, norms, vectors, adapter, adapted):
+        """x[T, H] -> (x[T, H], the pool, the recurrent state, what a verify leaves for `commit`). `adapter`: of this layer, as of `adapt`."""
+        eps, change = self.config.base.rms_norm_eps, functools.partial(adapt, adapter, adapted)
         after: Any = ()
-        projected = project(rms_norm(x, norms[0], eps), self.project_in)
+        read = rms_norm(x, norms[0], eps)
+        projected = change("in", read, project(read, self.project_in))
         if self.kind == "attention":
             mixed, kv_pages = self.attend(projected, kv_pages, batch, cos, sin, vectors)
         else:
@@ -88,10 +89,12 @@ class HybridLayer(nn.Module):
             step = functools.partial(mixer.step, vectors)
             mixed, recurrent, after = walk(step, recurrent, batch, projected, layer=self.index)
             mixed = mixer.finish(vectors, mixed, projected, eps)
-        x = x + project(mixed.astype(self.dtype), self.project_out).astype(self.dtype)
-        gate, up = jnp.split(project(rms_norm(x, norms[1], eps), self.gate_up), 2, axis=-1)
+        mixed = mixed.astype(self.dtype)
+        x = x + change("out", mixed, project(mixed, self.project_out)).astype(self.dtype)
+        read = rms_norm(x, norms[1], eps)
+        gate, up = jnp.split(change("gate_up", read, project(read, self.gate_up)), 2, axis=-1)
         inner = (nn.silu(gate) * up).astype(self.dtype)
-        return x + project(inner, self.down).astype(self.dtype), kv_pages, recurrent, after
+        return x + change("down", inner, project(inner, self.down)).astype(self.dtype), kv_pages, recurrent, after
 
     def attend(self, heads, kv_pages, batch: ForwardBatch, cos, sin, vectors):
         """Projected heads, f32 -> (attention output[T, Hq * D], the pool with this layer's KV written)."""
@@ -137,8 +140,10 @@ class Hybrid(nn.Module):
             for name, shape in self.config.mixer.vectors().items()
         }
 
-    def __call__(self, batch: ForwardBatch, kv_pages, recurrent, capture_layers: tuple[int, ...] = ()) -> ForwardOutput:
-        """See `TargetModel.forward`."""
+    def __call__(
+        self, batch: ForwardBatch, kv_pages, recurrent, capture_layers: tuple[int, ...] = (), adapter=None, adapted=None
+    ) -> ForwardOutput:
+        """See `TargetModel.forward` and `TargetModel.forward_adapted`."""
         c = self.config.base
         cos, sin = angles(batch.positions, inverse_frequencies(self.config.rotary_dim, c.rope_theta, c.rope_scaling))
         x = jnp.take(self.embed, batch.input_ids, axis=0, mode="clip")
@@ -148,7 +153,9 @@ class Hybrid(nn.Module):
                 vectors = {} if self.qk_norms is None else {"qk_norms": self.qk_norms[layer.index]}
             else:
                 vectors = {name: stacked[layer.index] for name, stacked in self.vectors.items()}
-            x, kv_pages, recurrent, remembered = layer(x, kv_pages, recurrent, batch, cos, sin, self.norms[i], vectors)
+            low = {} if adapter is None else adapter.get(f"layer_{i}", {})
+            given = (batch, cos, sin, self.norms[i], vectors, low, adapted)
+            x, kv_pages, recurrent, remembered = layer(x, kv_pages, recurrent, *given)
             after.append(x)
             if remembered:
                 left.append(remembered)
@@ -216,6 +223,9 @@ def _functions(config: HybridConfig, kernels: str, dtype: Any) -> dict[str, Call
             raise ValueError(f"{recurrent=} must be the state of the rows: give what `init_recurrent` made")
         return apply({"params": params}, batch, kv_pages, recurrent, tuple(capture_layers))
 
+    def forward_adapted(params, adapter, adapted, batch: ForwardBatch, kv_pages, *, recurrent) -> ForwardOutput:
+        return apply({"params": params}, batch, kv_pages, recurrent, (), adapter, adapted)
+
     def logits(params, hidden: jax.Array) -> jax.Array:
         return apply({"params": params}, hidden, method="logits")
 
@@ -232,6 +242,7 @@ def _functions(config: HybridConfig, kernels: str, dtype: Any) -> dict[str, Call
         "init_kv": init_kv,
         "init_recurrent": init_state,
         "forward": forward,
+        "forward_adapted": forward_adapted,
         "commit": commit,
         "logits": logits,
         "move_kv": move_kv,

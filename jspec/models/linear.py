@@ -27,6 +27,18 @@ def swiglu(x: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
     return project((jax.nn.silu(gate) * up).astype(x.dtype), down)
 
 
+def adapt(adapter, adapted, name: str, x: jax.Array, out: jax.Array) -> jax.Array:
+    """`out: f32[T, O]`, the product of `x` and the matrix `name` of a layer, with what an adapter adds to it in the rows `adapted: bool[T]`.
+
+    `adapter`: of this layer, see `jspec.models.lora`; {} where there is none.
+    """
+    if name not in adapter:
+        return out
+    low = adapter[name]
+    more = project(project(x, low["a"]).astype(x.dtype), low["b"])
+    return jnp.where(adapted[:, None], out + more, out)
+
+
 def _tokens_first(x: jax.Array, weight: jax.Array) -> jax.Array:
     return lax.dot_general(x, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
 

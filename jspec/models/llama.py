@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jspec.config import KERNEL_BACKENDS
 from jspec.models.attention import attend
-from jspec.models.linear import project
+from jspec.models.linear import adapt, project
 from jspec.models.linen_tree import check_params, declared_shapes
 from jspec.models.parallel import AXIS, POOL, RANKS, agreed, num_devices, num_ranks, part_of, specs, split
 from jspec.models.rope import RopeScaling, angles, inverse_frequencies, rotate
@@ -95,19 +95,11 @@ class LlamaLayer(nn.Module):
 
     def __call__(self, x, kv_pages, batch: ForwardBatch, cos, sin, norms, qkv_bias, qk_norms, adapter, adapted):
         """x[T, H] -> (x[T, H], kv_pages). `adapter`: of this layer, see `jspec.models.lora`; {} where there is none."""
-        eps, change = self.config.rms_norm_eps, functools.partial(self.change, adapter, adapted)
+        eps, change = self.config.rms_norm_eps, functools.partial(adapt, adapter, adapted)
         read = rms_norm(x, norms[0], eps)
         mixed, kv_pages = self.attend(read, kv_pages, batch, cos, sin, qkv_bias, qk_norms, change)
         x = x + self.summed(change("o", mixed, project(mixed, self.o))).astype(self.dtype)
         return x + self.mlp(rms_norm(x, norms[1], eps), change).astype(self.dtype), kv_pages
-
-    def change(self, adapter, adapted, name: str, x, out):
-        """`out`, the product of `x` and the matrix `name`, with what the adapter adds to it in the rows `adapted`."""
-        if name not in adapter:
-            return out
-        low = adapter[name]
-        more = project(project(x, low["a"]).astype(self.dtype), low["b"])
-        return jnp.where(adapted[:, None], out + more, out)
 
     def mlp(self, x, change):
         """SwiGLU. Ranks hold a part of it each, and run it on the tokens of all: x[T, H] -> f32[T, H]."""
@@ -255,7 +247,10 @@ def _functions(config: LlamaConfig, kernels: str, dtype: Any, mesh: Mesh | None)
 
         return run(params, batch, kv_pages)
 
-    def forward_adapted(params, adapter, adapted, batch: ForwardBatch, kv_pages) -> ForwardOutput:
+    def forward_adapted(
+        params, adapter, adapted, batch: ForwardBatch, kv_pages, *, recurrent: Any = ()
+    ) -> ForwardOutput:
+        del recurrent  # it has none
         if mesh is not None:
             raise ValueError("an adapter runs on one device: build the target without a mesh")
         return apply({"params": params}, batch, kv_pages, (), adapter, adapted)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec.models.json_files import read_json
+from jspec.models.llama import LlamaConfig
 from jspec.models.target import TargetModel
 from jspec.models.tensor_files import check_names, existing_file, open_tensors, save_tensors, shapes_of
 
@@ -72,8 +73,10 @@ def module_shapes(target: TargetModel) -> dict[str, tuple[int, int]]:
       ValueError: the target is of no family that adapters are known for.
     """
     c = target.config
-    if target.forward_adapted is None or c is None:
-        raise ValueError(f"the target, {type(c).__name__}, takes no adapter: use a Llama-family model on one device")
+    if not isinstance(c, LlamaConfig):
+        raise ValueError(
+            f"adapters are read and trained for Llama-family models, this one is shaped by {type(c).__name__}: make its `Lora` yourself, or use another model"
+        )
     q, kv, size, inner = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.hidden_size, c.intermediate_size
     return {
         "q_proj": (q, size),

@@ -36,7 +36,7 @@ class TargetModel(NamedTuple):
 
     * `init_kv(num_pages, page_size) -> kv_pages`: zeros for page ids `0..num_pages` (page 0 is the sink for padding).
     * `forward(params, batch: ForwardBatch, kv_pages, *, capture_layers: tuple[int, ...] = (), recurrent=()) -> ForwardOutput`.
-    * `forward_adapted(params, adapter, adapted: bool[T], batch, kv_pages) -> ForwardOutput`: the rows `adapted` go through the weights with a low-rank adapter
+    * `forward_adapted(params, adapter, adapted: bool[T], batch, kv_pages, *, recurrent=()) -> ForwardOutput`: the rows `adapted` go through the weights with a low-rank adapter
       (`jspec.models.lora`), all others through the very weights of `forward`. Not every model has it.
     * `logits(params, hidden[..., H]) -> f32[..., V]`.
     * `move_kv(kv_pages, source: i32[T], target: i32[T]) -> kv_pages`: copies the KV of tokens from slot to slot, see `kv_move`.

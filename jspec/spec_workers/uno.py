@@ -14,8 +14,8 @@ from jspec.spec_workers.adjust import adjust_logits, chain_path
 from jspec.spec_workers.base import DeviceState, PhaseOutput, SpecWorker, VerifyKind
 from jspec.spec_workers.chain import Carry, chain
 from jspec.spec_workers.draft_sampling import best_tokens, draw_tokens
-from jspec.spec_workers.featured import Handoff, Run, Start, publish_run, start, walk_chain, walk_tree
-from jspec.spec_workers.forward import verify_batch
+from jspec.spec_workers.featured import Handoff, Run, Start, commit_run, publish_run, start, walk_chain, walk_tree
+from jspec.spec_workers.forward import chain_run, verify_batch
 from jspec.spec_workers.sampling import DRAFT_TOKEN, position_key, sample
 from jspec.spec_workers.tree import marginal_tree
 from jspec.spec_workers.upload import DecodeInputs, ExtendInputs
@@ -75,7 +75,7 @@ def uno(
         raise ValueError(f"topk={topk} exceeds the {target.facts.vocab_size} tokens of the vocabulary: lower it")
     if target.forward_adapted is None or target.mesh is not None:
         raise ValueError(
-            "uno needs a target that takes an adapter, on one device: a Llama-family model without tensor_parallel or data_parallel"
+            "uno needs a target that takes an adapter, on one device: one without tensor_parallel or data_parallel"
         )
     forward_adapted, plain = target.forward_adapted, chain(name, target)
 
@@ -93,19 +93,23 @@ def uno(
         return jax.vmap(jax.vmap(one, in_axes=(None, 0)))(seeds, positions).astype(jnp.int32)
 
     def draft_pass(params, begun: Start, rows) -> tuple[Drafted, Start]:
-        """Runs the pending token and noise. The pool holds the pending token's KV then, and garbage behind it."""
+        """Runs the pending token and noise. The pool holds the pending token's KV then, and garbage behind it; recurrent layers remember it, and no noise."""
         device, page_table, seq_lens, carry, *_ = begun
         pending = carry.bonus[:, None]
         ids = jnp.concatenate([pending, noise(device, rows, seq_lens)], axis=1)
         adapted = jnp.broadcast_to(jnp.arange(width) > 0, ids.shape).reshape(-1)
         batch = verify_batch(rows, seq_lens, ids, page_table, page_size=device.page_size)
-        out = forward_adapted(params["target"], params["adapter"], adapted, batch, device.kv_pages)
+        out = forward_adapted(
+            params["target"], params["adapter"], adapted, batch, device.kv_pages, recurrent=device.recurrent
+        )
+        pending_alone = chain_run(rows, seq_lens, jnp.ones_like(rows), page_table, width=width)
+        recurrent = target.commit(device.recurrent, out.intermediates, pending_alone)
         hidden = out.hidden.reshape(*ids.shape, -1)
         logits = target.logits(params["target"], hidden)
         path = chain_path(seq_lens, pending)
         clean = adjust_logits(device, rows, logits[:, :1], path, table_width=page_table.shape[1])
         root, finite = sample(device.sampling, rows, clean, seq_lens[:, None] + 1)
-        begun = begun._replace(device=dataclasses.replace(device, kv_pages=out.kv_pages))
+        begun = begun._replace(device=dataclasses.replace(device, kv_pages=out.kv_pages, recurrent=recurrent))
         return Drafted(root, finite, hidden[:, :1], logits[:, 1:]), begun
 
     def verify_as_chain(params, begun: Start, rows, drafted: Drafted) -> Run:
@@ -131,7 +135,7 @@ def uno(
         drafted, begun = draft_pass(params, begun, rows)
         # The root takes the pending token's part: it stands one further, and so much less is drafted.
         at_root = begun._replace(seq_lens=begun.seq_lens + 1, num_drafts=jnp.maximum(begun.num_drafts - 1, 0))
-        run = (verify_as_chain if topk == 1 else verify_as_tree)(params, at_root, rows, drafted)
+        run = commit_run(target, (verify_as_chain if topk == 1 else verify_as_tree)(params, at_root, rows, drafted))
         tokens, accept_lens = jnp.concatenate([drafted.root, run.handoff.tokens], axis=1), 1 + run.handoff.accept_lens
         hidden = jnp.concatenate([drafted.hidden, run.handoff.hidden], axis=1)
         run = Run(

@@ -7,20 +7,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental.layout import Format
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jspec.engine.programs import jitted
-from jspec.models.eagle_draft import EagleConfig, draft_param_shapes, eagle_draft
 from jspec.models.llama import LlamaConfig, llama_target, param_shapes
 from jspec.models.parallel import POOL, TABLE_LAYOUT, num_devices, num_ranks, specs
-from jspec.models.target import TargetModel
 from jspec.scheduler.reserve import max_new_pages
-from jspec.spec_workers import EagleSizes, Proposal, SpecWorker, chain, eagle, multi_layer_eagle, ngram, plain
+from jspec.spec_workers import SpecWorker
 from jspec.spec_workers.base import DeviceSizes
 from jspec.spec_workers.upload import DECODE_COLUMNS, ExtendSizes, unpack_decode, unpack_extend
-from jspec.tpu_report.jobs import RANKS, VERIFIES, StepJob
+from jspec.tpu_report.jobs import VERIFIES, StepJob
+from jspec.tpu_report.step_workers import WORKERS
 
 MODELS = {
     "SmolLM2-135M": LlamaConfig(
@@ -38,54 +36,10 @@ MODELS = {
 }  # fmt: skip
 """From the models' public configs; Llama's scaling of rotary frequencies, which changes no shape, is left out."""
 
-WORKERS: dict[str, Callable[[TargetModel], SpecWorker]] = {
-    "plain": plain,
-    "verify of 8": lambda target: chain("verify of 8", target, _eight, verify_width=VERIFIES["verify of 8"]),
-    "ngram": ngram,
-    "eagle3 chain of 3": lambda target: eagle(target, _draft(target, "eagle3"), sizes=EagleSizes(num_steps=3)),
-    "eagle3 tree of 8": lambda target: eagle(
-        target, _draft(target, "eagle3"), sizes=EagleSizes(num_steps=3, topk=4, num_draft_tokens=8)
-    ),
-    "multi-layer": lambda target: multi_layer_eagle(target, _draft(target, "multi-layer")),
-    **dict.fromkeys(RANKS, ngram),
-}
-
-
-def _eight(history, lens) -> Proposal:
-    """Seven drafts: what they are does not matter."""
-    return Proposal(history[:, : VERIFIES["verify of 8"] - 1], jnp.full_like(lens, VERIFIES["verify of 8"] - 1))
-
 
 def weights_bytes(model: str) -> int:
     """Bytes of a model's weights in bfloat16."""
     return sum(leaf.size * 2 for leaf in jax.tree.leaves(param_shapes(MODELS[model], jnp.bfloat16)))
-
-
-def _draft(target: TargetModel, kind: str):
-    config: LlamaConfig = target.config
-    draft = EagleConfig(
-        kind=kind,
-        vocab_size=config.vocab_size,
-        draft_vocab_size=min(32000, config.vocab_size) if kind == "eagle3" else config.vocab_size,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        context_len=config.context_len,
-        capture_layers=(1, config.num_layers // 2 - 1, config.num_layers - 4) if kind == "eagle3" else (),
-        num_modules=3 if kind == "multi-layer" else 1,
-    )
-    return eagle_draft(
-        draft,
-        draft_param_shapes(draft, jnp.bfloat16),
-        embed=target.embedding(target.params),
-        head=target.head(target.params),
-        token_ids=np.arange(draft.draft_vocab_size) if kind == "eagle3" else None,
-        kernels=target.kernels,
-        dtype=jnp.bfloat16,
-        mesh=target.mesh,
-    )
 
 
 def mesh_size(job: StepJob, hbm_bytes: int) -> int:

@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from engine.kit import assert_idle, build, greedy, markov, slow_greedy, transformer
+from engine.kit import assert_idle, build, greedy, markov, slow_greedy
 from engine.test_frozen_kv import random_assistant
 from engine.test_scheduling import modes, run_staggered
-from engine.test_uno import random_lora
 
 from jspec import EngineConfig, SamplingParams
 from jspec.engine.pool import num_kv_pages
+from jspec.models.lora import Lora, LoraConfig, module_shapes
 from jspec.models.tiny_block_draft import random_block_draft
 from jspec.models.tiny_draft import random_draft
 from jspec.models.tiny_hybrid import random_hybrid
@@ -78,6 +78,21 @@ def known(kind: str):
     return chain("known", hybrid(kind), propose, verify_width=4, widths=(1, 4))
 
 
+def random_adapter(target) -> Lora:
+    """Of every matrix of every layer, those of recurrent layers too."""
+    rng = np.random.default_rng(0)
+
+    def low(matrix):
+        (out, size), rank = matrix.shape, 2
+        a, b = rng.standard_normal((rank, size)) / size**0.5, 0.3 * rng.standard_normal((out, rank))
+        return {"a": jnp.asarray(a, jnp.float32), "b": jnp.asarray(b, jnp.float32)}
+
+    layers = {name: leaves for name, leaves in target.params.items() if name.startswith("layer_")}
+    adapter = {layer: {name: low(matrix) for name, matrix in leaves.items()} for layer, leaves in layers.items()}
+    assert {name for leaves in adapter.values() for name in leaves} == {"in", "out", "gate_up", "down"}
+    return Lora(LoraConfig(rank=2, alpha=2.0, block_size=4), adapter)
+
+
 SIZES = EagleSizes(num_steps=3)
 TREE = EagleSizes(num_steps=3, topk=3, num_draft_tokens=10)
 WORKERS = {
@@ -96,6 +111,8 @@ WORKERS = {
     "frozen-kv": lambda kind: frozen_kv_mtp(
         hybrid(kind), random_assistant(hybrid(kind), kv_layers=(1,), rotary_dim=8), sizes=TREE
     ),
+    "uno": lambda kind: uno(hybrid(kind), random_adapter(hybrid(kind))),
+    "uno tree": lambda kind: uno(hybrid(kind), random_adapter(hybrid(kind)), topk=3, num_draft_tokens=9),
 }
 FAST = {("mamba2", "known"), ("mamba2", "tree"), ("gated-delta", "known")}
 EACH = [
@@ -197,7 +214,11 @@ def test_no_row_pays_for_padding(kind, name):
         assert [output.token_ids for output in outputs] == [alone(kind, tuple(p)) for p in PROMPTS[:count]]
     stem = PROMPTS[6][:16]
     seen = modes(engine)
-    for length in (16, 12, 8):  # cached up to the end of a page (or the page before, of what the draft looks ahead), and one token more
+    for length in (
+        16,
+        12,
+        8,
+    ):  # cached up to the end of a page (or the page before, of what the draft looks ahead), and one token more
         prompts = [[*stem[:length], token] for token in range(9)]
         outputs = run_staggered(engine, prompts, [greedy(TOKENS)] * 9)
         assert [output.token_ids for output in outputs] == [alone(kind, tuple(p)) for p in prompts]
@@ -226,8 +247,10 @@ def test_memory_counts_rows_verified_tokens_and_pages():
 
 def test_workers_that_cannot_run_it_say_so():
     target = hybrid("mamba2")
-    with pytest.raises(ValueError, match="uno needs a target that takes an adapter"):
-        uno(target, random_lora(transformer()))
+    with pytest.raises(
+        ValueError, match="read and trained for Llama-family models, this one is shaped by HybridConfig"
+    ):
+        module_shapes(target)
     with pytest.raises(ValueError, match=r"kv_layers=\(1, 0\) must be among \(1,\), the target's layers that have KV"):
         frozen_kv_mtp(target, random_assistant(target, kv_layers=(1, 0)))
 

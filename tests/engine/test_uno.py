@@ -55,8 +55,8 @@ def foreseeing(target, table, *, wrong_after=()):
     # What the head of a table's target is shown of a token.
     shown = target.embedding(target.params) / np.sqrt(1 / VOCAB + target.config.rms_norm_eps)
 
-    def forward_adapted(params, adapter, adapted, batch, kv_pages):
-        out = target.forward_adapted(params, adapter, adapted, batch, kv_pages)
+    def forward_adapted(params, adapter, adapted, batch, kv_pages, *, recurrent):
+        out = target.forward_adapted(params, adapter, adapted, batch, kv_pages, recurrent=recurrent)
         token = batch.input_ids.reshape(-1, batch.query_len)[:, 0]
         rows = [shown[token]]
         for _ in range(batch.query_len - 1):
