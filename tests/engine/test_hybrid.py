@@ -58,7 +58,8 @@ PROMPTS = [*prompts_of(6, 1, 50), STEM, [*STEM, 7, 7, 2], [*STEM[:24], 1]]
 
 
 def known(kind: str):
-    """A worker that knows what each prompt of `PROMPTS` leads to, and is wrong at a place that moves from step to step, or drafts nothing."""
+    """B63 (vllm issue 39273). A worker that knows what each prompt of `PROMPTS` leads to, and is wrong at a place that moves from step to step, or drafts
+    nothing: runs of every length, between steps without drafts."""
     texts = np.zeros((len(PROMPTS), CONTEXT + 8), np.int32)
     for row, prompt in zip(texts, PROMPTS, strict=True):
         full = [*prompt, *alone(kind, tuple(prompt))]
