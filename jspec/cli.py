@@ -166,6 +166,12 @@ def generate(
     sts: Annotated[
         str | None, typer.Option(help="dspark: temperatures of its confidence, from `jspec calibrate sts`.")
     ] = None,
+    corpus: Annotated[
+        str | None, typer.Option(help="ngram-corpus: a file to propose from; text lines, or a .jsonl of token ids.")
+    ] = None,
+    corpus_share: Annotated[
+        int | None, typer.Option(help="ngram-corpus: drafts of a verify that are kept for --corpus; by default half.")
+    ] = None,
     context_len: Annotated[int | None, typer.Option(help="Longest prompt + output; by default what is needed.")] = None,
     page_size: PageSize = EngineConfig.page_size,
     max_running: MaxRunning = EngineConfig.max_running,
@@ -254,6 +260,8 @@ def generate(
             ragged_verify=ragged_verify,
             draft_cache=draft_cache,
             sps=sps,
+            corpus=corpus,
+            corpus_share=corpus_share,
             sts=sts,
             page_size=page_size,
             max_running=max_running,

@@ -259,6 +259,10 @@ class EngineConfig:
     draft_cache: str = "paged"
     """Where a block draft keeps its KV: "paged" beside the target's pages; "window" in a ring for each row, as long as the draft's window, whatever the length
     of the context. A ring has no prefix cache."""
+    corpus: str | None = None
+    """A file of documents that "ngram-corpus" proposes from beside what requests said: text, one a line, or a .jsonl of arrays of token ids. None: no file."""
+    corpus_share: int | None = None
+    """Drafts of each verify that are kept for `corpus`, at most `num_draft_tokens` - 1. None: half of them."""
     page_size: int = 64
     """Tokens a KV page holds, 1 to 256."""
     max_running: int = 8
@@ -341,6 +345,14 @@ class EngineConfig:
             if value is not None and self.ragged_verify == "static":
                 raise ValueError(
                     f"{field}={value!r} means nothing to ragged_verify='static', which verifies every draft: leave it out, or choose 'compact'"
+                )
+        if self.corpus is not None and (not isinstance(self.corpus, str) or not self.corpus):
+            raise TypeError(f"corpus={self.corpus!r} must be the path of a file, as a string")
+        if self.corpus_share is not None:
+            _check_int("corpus_share", self.corpus_share, 0, MAX_VERIFY_WIDTH - 1)
+            if self.corpus is None:
+                raise ValueError(
+                    f"corpus_share={self.corpus_share} means nothing without a corpus: give one, or leave it out"
                 )
         object.__setattr__(self, "adaptive_steps", _as_adaptive_steps(self.adaptive_steps))
         _check_int("page_size", self.page_size, 1, MAX_PAGE_SIZE)

@@ -112,6 +112,9 @@ BAD_ENGINE = [
     ("sps", ValueError, ["table.json"]),  # ragged_verify is "static"
     ("sts", TypeError, [3, "", b"t"]),
     ("sts", ValueError, ["temperatures.json"]),
+    ("corpus", TypeError, [3, "", b"c"]),
+    ("corpus_share", TypeError, [1.5, "2", True]),
+    ("corpus_share", ValueError, [-1, 32, 3]),  # there is no corpus
     ("page_size", ValueError, [0, -16, 257]),
     ("page_size", TypeError, [16.0, "16", None, True]),
     ("max_running", ValueError, [0, -1, 4097]),
@@ -167,6 +170,8 @@ GOOD_ENGINE = [
     ("draft_cache", ["paged", "window"]),
     ("sps", [None]),
     ("sts", [None]),
+    ("corpus", [None, "a/b.txt"]),
+    ("corpus_share", [None]),
     ("kv_memory_bytes", [None, 1, 2**40]),
     ("max_prefill_tokens", [None, 1]),
     ("metrics_port", [None, 0, 65535, np.int32(9100)]),

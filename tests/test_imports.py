@@ -14,12 +14,13 @@ ROOT = Path(jspec.__file__).parent
 MAY_IMPORT = {
     "config": set(),
     "pallas_kernels": set(),
+    "corpus": set(),
     "state": {"config"},
     "future_map": {"state", "config"},
     "scheduler": {"state", "config"},
     "sim": {"scheduler", "state", "config"},
     "models": {"pallas_kernels", "state", "config"},
-    "spec_workers": {"state", "future_map", "models", "pallas_kernels", "config"},
+    "spec_workers": {"state", "future_map", "models", "pallas_kernels", "config", "corpus"},
 }
 """By folder or top-level module: the others it may import. It may always import itself."""
 
@@ -30,19 +31,9 @@ KERNELS_NEED = {"jax", "numpy"}
 """Beside the standard library, all that `pallas_kernels` may use."""
 
 SHARED_BY_WORKERS = {
-    *(
-        "__init__",
-        "accept",
-        "adjust",
-        "base",
-        "block",
-        "chain",
-        "draft_cache",
-        "draft_sampling",
-        "dspark_budget",
-        "dspark_layout",
-    ),
-    *("eagle_sizes", "featured", "forward", "logprobs", "prompt", "registry", "run_if", "sampling", "tree", "upload"),
+    *("__init__", "accept", "adjust", "base", "block", "chain", "draft_cache", "draft_sampling", "dspark_budget"),
+    *("dspark_layout", "eagle_sizes", "featured", "forward", "grafting", "logprobs", "lookup", "prompt", "registry"),
+    *("run_if", "sampling", "tree", "upload"),
 }
 """Every other file of `spec_workers` is a worker, and no worker imports another. A new file that workers share is named here."""
 

@@ -61,6 +61,8 @@ _OPTIONS: dict[str, Callable[[str], Any]] = {
     "ragged_verify": str,
     "sps": str,
     "sts": str,
+    "corpus": str,
+    "corpus_share": int,
     "draft": str,
 }
 

@@ -150,7 +150,7 @@ class Contents:
 
     def _text(self, row: int, num_output: int) -> np.ndarray:
         """Prompt and output of a row, `i32[n]`."""
-        return np.concatenate([self._by_row[row].prompt, self._logs.output(row, num_output)]).astype(np.int32)
+        return np.concatenate([self._by_row[row].prompt, self._logs.output_ids(row, num_output)]).astype(np.int32)
 
     def keys_of_finished(
         self, state: SchedulerState, launched: Launched, settled: Settled

@@ -134,7 +134,7 @@ class Engine:
                     f"build it with the same, or leave {field} out"
                 )
         self.target, self.tokenizer = target, tokenizer
-        worker = worker or build_worker(target, config)
+        worker = worker or build_worker(target, config, tokenizer)
         self.worker = worker = worker._replace(params=replicate(worker.params, target.mesh))
         facts = target.facts
         if config.context_len is not None and config.context_len > facts.context_len:

@@ -89,7 +89,11 @@ class TokenLogs:
 
     def output(self, row: int, length: int) -> list[int]:
         """The first `length` emitted tokens of a row."""
-        return self._tokens[row, :length].tolist()
+        return self.output_ids(row, length).tolist()
+
+    def output_ids(self, row: int, length: int) -> np.ndarray:
+        """The same, i32[length], as a view that the next launches write behind."""
+        return self._tokens[row, :length]
 
     def accept_lens(self, row: int) -> list[int]:
         """Visible tokens of each verify of a row."""

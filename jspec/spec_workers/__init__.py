@@ -9,6 +9,7 @@ from jspec.spec_workers.eagle_sizes import EagleSizes
 from jspec.spec_workers.frozen_kv_mtp import frozen_kv_mtp
 from jspec.spec_workers.multi_layer_eagle import multi_layer_eagle
 from jspec.spec_workers.ngram import ngram
+from jspec.spec_workers.ngram_corpus import ngram_corpus
 from jspec.spec_workers.plain import plain
 from jspec.spec_workers.registry import ALGORITHMS, Algorithm, algorithms, build_worker, check_algorithm, for_algorithm
 from jspec.spec_workers.uno import uno
@@ -35,6 +36,7 @@ __all__ = [
     "frozen_kv_mtp",
     "multi_layer_eagle",
     "ngram",
+    "ngram_corpus",
     "plain",
     "uno",
 ]

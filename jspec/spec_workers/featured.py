@@ -142,6 +142,33 @@ def verify_chain(
     return publish_run(target, params, run, inputs, output_stride=output_stride, words=words)
 
 
+def at_size(target: TargetModel, sizes: tuple[int, ...], needed, run: Callable[[int, Any], Any], kv_pages):
+    """What `run(size, kv_pages)` returns, a pool first, at the smallest of the `sizes` that is at least `needed: i32[]`: chosen on the device."""
+    if len(sizes) == 1:
+        return run(sizes[0], kv_pages)
+    chosen = jnp.sum(target.agreed(needed) > jnp.asarray(sizes, jnp.int32), dtype=jnp.int32)
+    shapes = jax.eval_shape(lambda: run(sizes[-1], kv_pages))[1:]
+    carried = (kv_pages, *jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes))
+    for i, size in enumerate(sizes):
+        carried = run_if(chosen == i, lambda carried, size=size: run(size, carried[0]), carried)
+    return carried
+
+
+def forward_at(
+    target: TargetModel, params, begun: Start, rows, tokens, size: int, kv_pages, *, layers, **nodes: Any
+) -> tuple[Any, ...]:
+    """Runs the target on the first `size` of each row's `tokens: i32[B, W]`; `nodes`: of a tree, as of `verify_batch`.
+
+    Returns: the pool; captured and final hidden states, logits and what recurrent layers remember, each of `W` tokens a row, zeros behind.
+    """
+    device, (batch_size, width) = begun.device, tokens.shape
+    batch = verify_batch(rows, begun.seq_lens, tokens[:, :size], begun.page_table, page_size=device.page_size, **nodes)
+    out = target.forward(params, batch, kv_pages, capture_layers=layers, recurrent=device.recurrent)
+    found = (out.captured, out.hidden, target.logits(params, out.hidden))
+    padded = (pad_axis(x.reshape(batch_size, size, *x.shape[1:]), 1, width) for x in found)
+    return out.kv_pages, *padded, jax.tree.map(lambda x: pad_axis(x, 0, width), out.intermediates)
+
+
 def walk_chain(
     target: TargetModel,
     params,
@@ -180,7 +207,7 @@ def walk_chain(
         num_drafts = jnp.minimum(num_drafts, jnp.maximum(verify_lens - 1, 0))
 
     def forward_packed(num_tokens: int, kv_pages):
-        """As `forward`, over packed tokens."""
+        """As `forward_at`, over packed tokens."""
         chains = (rows, seq_lens, candidates, verify_lens, page_table)
         batch = packed_batch(*chains, page_size=device.page_size, num_tokens=num_tokens)
         out = target.forward(params, batch, kv_pages, capture_layers=layers, recurrent=device.recurrent)
@@ -190,26 +217,13 @@ def walk_chain(
         )
         return out.kv_pages, *(x.reshape(batch_size, width, *x.shape[1:]) for x in spread), out.intermediates
 
-    def forward(width: int, kv_pages):
-        """Pool, captured and final hidden states, logits, intermediates; of `width` tokens a row, padded to `W`."""
-        batch = verify_batch(rows, seq_lens, candidates[:, :width], page_table, page_size=device.page_size)
-        out = target.forward(params, batch, kv_pages, capture_layers=layers, recurrent=device.recurrent)
-        found, whole = (out.captured, out.hidden, target.logits(params, out.hidden)), candidates.shape[1]
-        padded = (pad_axis(x.reshape(batch_size, width, *x.shape[1:]), 1, whole) for x in found)
-        return out.kv_pages, *padded, jax.tree.map(lambda x: pad_axis(x, 0, whole), out.intermediates)
+    def forward(size: int, kv_pages):
+        return forward_at(target, params, begun, rows, candidates, size, kv_pages, layers=layers)
 
     sizes = token_buckets or widths or (width,)
     run: Callable[[int, Any], Any] = forward_packed if token_buckets else forward
-    if len(sizes) == 1:
-        kv_pages, captured, hidden, logits, remembered = run(sizes[0], device.kv_pages)
-    else:
-        needed = target.agreed(jnp.sum(verify_lens) if token_buckets else 1 + jnp.max(num_drafts))
-        chosen = jnp.sum(needed > jnp.asarray(sizes, jnp.int32), dtype=jnp.int32)
-        shapes = jax.eval_shape(lambda: run(sizes[-1], device.kv_pages))[1:]
-        carried = (device.kv_pages, *jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes))
-        for i, size in enumerate(sizes):
-            carried = run_if(chosen == i, lambda carried, size=size: run(size, carried[0]), carried)
-        kv_pages, captured, hidden, logits, remembered = carried
+    needed = jnp.sum(verify_lens) if token_buckets else 1 + jnp.max(num_drafts)
+    kv_pages, captured, hidden, logits, remembered = at_size(target, sizes, needed, run, device.kv_pages)
     place = jnp.arange(width, dtype=jnp.int32)
     positions = seq_lens[:, None] + 1 + place
     path = chain_path(seq_lens, candidates)
@@ -261,10 +275,10 @@ def verify_tree(
     *,
     layers,
     output_stride: int,
-    lossy_threshold: float = 1.0,
+    **options: Any,
 ) -> PhaseOutput:
-    """Verify, accept, move the path's KV into place, PUBLISH. Arguments as of `verify_chain`."""
-    options = {"layers": layers, "max_depth": output_stride - 1, "lossy_threshold": lossy_threshold}
+    """Verify, accept, move the path's KV into place, PUBLISH. `options` as of `walk_tree`, the other arguments as of `verify_chain`."""
+    options |= {"layers": layers, "max_depth": output_stride - 1}
     run = commit_run(target, walk_tree(target, params, begun, inputs.rows, tree, **options))
     return publish_run(target, params, run, inputs, output_stride=output_stride)
 
@@ -279,13 +293,26 @@ def walk_tree(
     layers,
     max_depth: int,
     lossy_threshold: float = 1.0,
+    num_nodes=None,
+    widths: tuple[int, ...] | None = None,
 ) -> Run:
-    """Verifies a tree, accepts a path of at most `max_depth` drafts, and moves its KV into place. Arguments as of `walk_chain`."""
+    """Verifies a tree, accepts a path of at most `max_depth` drafts, and moves its KV into place.
+
+    Args: as of `walk_chain`, and
+        num_nodes: i32[B] or None, nodes of each row's tree that count, from the front; the others' depths are beyond the row's `num_drafts`.
+        widths: with `num_nodes`, numbers of nodes that the target may be run at, ascending, ending with `W`; each step takes the fewest that hold its largest
+            tree, on the device.
+    """
     device, page_table, seq_lens, _, _, num_drafts = begun
-    nodes = {"depths": tree.depths, "ancestors": tree.ancestors}
-    batch = verify_batch(rows, seq_lens, tree.tokens, page_table, page_size=device.page_size, **nodes)
-    out = target.forward(params, batch, device.kv_pages, capture_layers=layers, recurrent=device.recurrent)
-    logits = target.logits(params, out.hidden).reshape(*tree.tokens.shape, -1)
+    batch_size, width = tree.tokens.shape
+
+    def forward(size: int, kv_pages):
+        nodes = {"depths": tree.depths[:, :size], "ancestors": tree.ancestors[:, :size] if size > 1 else None}
+        given = (target, params, begun, rows, tree.tokens, size, kv_pages)
+        return forward_at(*given, layers=layers, **nodes)
+
+    sizes, needed = ((width,), width) if widths is None else (widths, jnp.max(num_nodes))
+    kv_pages, captured, hidden, logits, remembered = at_size(target, sizes, needed, forward, device.kv_pages)
     positions = seq_lens[:, None] + 1 + tree.depths
     path = tree_path(seq_lens, tree.tokens, tree.depths, tree.ancestors)
     logits = adjust_logits(device, rows, logits, path, table_width=page_table.shape[1])
@@ -300,15 +327,14 @@ def walk_tree(
     source = row_slots(rows, seq_lens[:, None] + taken, page_table, page_size=device.page_size)
     front = row_slots(rows, seq_lens[:, None] + place, page_table, page_size=device.page_size)
     front = jnp.where(place < accept_lens[:, None], front, 0)
-    kv_pages = target.move_kv(out.kv_pages, source.reshape(-1), front.reshape(-1))
+    kv_pages = target.move_kv(kv_pages, source.reshape(-1), front.reshape(-1))
     accepted = Accepted(rows, seq_lens, accept_lens, taken, page_table)
-    owed = Owed(out.intermediates, accepted) if out.intermediates else ()
+    owed = Owed(remembered, accepted) if remembered else ()
 
-    index = taken + jnp.arange(rows.shape[0], dtype=jnp.int32)[:, None] * tree.tokens.shape[1]
+    row = jnp.arange(batch_size, dtype=jnp.int32)[:, None]
     tokens, finite = (jnp.take_along_axis(x, taken, axis=1) for x in (tokens, finite))
-    handoff = Handoff(seq_lens, tokens, accept_lens, out.captured[index], out.hidden[index], owed)
-    device = dataclasses.replace(device, kv_pages=kv_pages)
-    return Run(begun._replace(device=device), handoff, finite)
+    handoff = Handoff(seq_lens, tokens, accept_lens, captured[row, taken], hidden[row, taken], owed)
+    return Run(begun._replace(device=dataclasses.replace(device, kv_pages=kv_pages)), handoff, finite)
 
 
 def select(chosen, ours, others):

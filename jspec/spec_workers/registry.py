@@ -8,11 +8,13 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any, NamedTuple
 
 from jspec.config import EngineConfig
+from jspec.corpus import check_is_file, read_documents
 from jspec.models.draft_files import AnyDraft, load_draft
 from jspec.models.loading import SMOLLM2
 from jspec.models.lora import load_lora
 from jspec.models.shipped_drafts import find_draft
 from jspec.models.target import TargetModel
+from jspec.models.tokenizer import Tokenizer
 from jspec.spec_workers.base import SpecWorker
 from jspec.spec_workers.dflash import dflash
 from jspec.spec_workers.dspark import dspark
@@ -22,6 +24,7 @@ from jspec.spec_workers.eagle_sizes import EagleSizes
 from jspec.spec_workers.frozen_kv_mtp import frozen_kv_mtp
 from jspec.spec_workers.multi_layer_eagle import multi_layer_eagle
 from jspec.spec_workers.ngram import ngram
+from jspec.spec_workers.ngram_corpus import ngram_corpus
 from jspec.spec_workers.plain import plain
 from jspec.spec_workers.uno import uno
 
@@ -33,13 +36,22 @@ class Algorithm(NamedTuple):
     """An entry of the list of workers."""
 
     summary: str
-    build: Callable[[TargetModel, EngineConfig], SpecWorker]
+    build: Callable[..., SpecWorker]  # `build(target: TargetModel, config: EngineConfig)`
     draft_kinds: tuple[str, ...] = ()  # kinds of draft model it runs; () where it needs none
     options: tuple[str, ...] = ()  # fields of EngineConfig that it heeds
+    reads_text: bool = False  # it is built with the model's tokenizer, too: `build(target, config, tokenizer)`
 
 
 def _ngram(target: TargetModel, config: EngineConfig) -> SpecWorker:
     return ngram(target, **_given(config, "num_draft_tokens"))
+
+
+def _ngram_corpus(target: TargetModel, config: EngineConfig, tokenizer: Tokenizer | None) -> SpecWorker:
+    options = _given(config, "num_draft_tokens", "corpus_share")
+    if config.corpus is not None:
+        encode = None if tokenizer is None else functools.partial(tokenizer.encode, add_special_tokens=False)
+        options["documents"] = read_documents(config.corpus, vocab_size=target.facts.vocab_size, encode=encode)
+    return ngram_corpus(target, name=config.algorithm, **options)
 
 
 def _eagle(target: TargetModel, config: EngineConfig) -> SpecWorker:
@@ -136,6 +148,12 @@ ALGORITHMS: dict[str, Algorithm] = {
     "ngram": Algorithm(
         "prompt lookup on the device: the text so far proposes its continuation", _ngram, options=("num_draft_tokens",)
     ),
+    "ngram-corpus": Algorithm(
+        "prompt lookup in what other requests said and in a file, on the host, and in the text so far, as one tree",
+        _ngram_corpus,
+        options=("num_draft_tokens", "corpus", "corpus_share"),
+        reads_text=True,
+    ),
     "eagle3": Algorithm(
         "a draft layer over fused features of the target, as a chain or a tree",
         _eagle,
@@ -206,15 +224,16 @@ def _offer(point: EntryPoint) -> str:
     return f"entry point {point.name!r} of group {ENTRY_POINTS!r} ({point.value})"
 
 
-def build_worker(target: TargetModel, config: EngineConfig) -> SpecWorker:
-    """The worker that `config.algorithm` names.
+def build_worker(target: TargetModel, config: EngineConfig, tokenizer: Tokenizer | None = None) -> SpecWorker:
+    """The worker that `config.algorithm` names. `tokenizer`: the model's, for those that read text.
 
     Raises:
         ValueError: unknown algorithm, an option that it does not know, sizes or a draft that do not fit.
-        FileNotFoundError: no draft.
+        FileNotFoundError: no draft, or no corpus.
     """
     check_algorithm(config)
-    return algorithms()[config.algorithm].build(target, config)
+    chosen = algorithms()[config.algorithm]
+    return chosen.build(target, config, tokenizer) if chosen.reads_text else chosen.build(target, config)
 
 
 def check_algorithm(config: EngineConfig) -> None:
@@ -222,7 +241,7 @@ def check_algorithm(config: EngineConfig) -> None:
 
     Raises:
         ValueError: an unknown algorithm, an option that it would not heed, or a draft that is needed and not given.
-        FileNotFoundError: the draft's directory does not exist.
+        FileNotFoundError: the draft's directory, or the corpus, does not exist.
     """
     if config.algorithm not in algorithms():
         raise ValueError(f"algorithm={config.algorithm!r} is unknown: choose one of {', '.join(algorithms())}")
@@ -233,6 +252,8 @@ def check_algorithm(config: EngineConfig) -> None:
         )
     if algorithms()[config.algorithm].draft_kinds and not (path := _draft_path(config)).is_dir():
         raise FileNotFoundError(f"draft={str(path)!r} is no directory: give the one that holds the draft's config.json")
+    if config.corpus is not None:
+        check_is_file(config.corpus)
 
 
 def for_algorithm(config: EngineConfig, algorithm: str) -> EngineConfig:

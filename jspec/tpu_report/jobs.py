@@ -90,7 +90,16 @@ def shape_of(model: str, devices: int) -> str:
 STEP_MODELS = (SMALL, "Llama-3.1-8B", "Qwen3-8B")
 
 STEP_WORKERS = (
-    *(*VERIFIES, "ngram", "eagle3 chain of 3", "eagle3 tree of 8", "multi-layer", "dflash", "dspark compact"),
+    *(
+        *VERIFIES,
+        "ngram",
+        "ngram-corpus",
+        "eagle3 chain of 3",
+        "eagle3 tree of 8",
+        "multi-layer",
+        "dflash",
+        "dspark compact",
+    ),
     *("frozen-kv tree of 8", "uno of 4"),
     *RANKS,
 )

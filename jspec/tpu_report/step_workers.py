@@ -25,6 +25,7 @@ from jspec.spec_workers import (
     frozen_kv_mtp,
     multi_layer_eagle,
     ngram,
+    ngram_corpus,
     plain,
     uno,
 )
@@ -36,6 +37,7 @@ WORKERS: dict[str, Callable[[TargetModel], SpecWorker]] = {
     "plain": plain,
     "verify of 8": lambda target: chain("verify of 8", target, _eight, verify_width=VERIFIES["verify of 8"]),
     "ngram": ngram,
+    "ngram-corpus": ngram_corpus,
     "eagle3 chain of 3": lambda target: eagle(target, _draft(target, "eagle3"), sizes=EagleSizes(num_steps=3)),
     "eagle3 tree of 8": lambda target: eagle(
         target, _draft(target, "eagle3"), sizes=EagleSizes(num_steps=3, topk=4, num_draft_tokens=8)

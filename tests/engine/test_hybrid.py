@@ -26,6 +26,7 @@ from jspec.spec_workers import (
     frozen_kv_mtp,
     multi_layer_eagle,
     ngram,
+    ngram_corpus,
     plain,
     uno,
 )
@@ -99,6 +100,7 @@ TREE = EagleSizes(num_steps=3, topk=3, num_draft_tokens=10)
 WORKERS = {
     "plain": lambda kind: plain(hybrid(kind)),
     "ngram": lambda kind: ngram(hybrid(kind), num_draft_tokens=5, min_ngram=1),
+    "ngram-corpus": lambda kind: ngram_corpus(hybrid(kind), num_draft_tokens=5, min_ngram=1, max_ngram=2),
     "known": known,
     "chain": lambda kind: eagle(hybrid(kind), random_draft(hybrid(kind), 1), sizes=SIZES),
     "tree": lambda kind: eagle(hybrid(kind), random_draft(hybrid(kind), 1), sizes=TREE),
