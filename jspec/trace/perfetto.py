@@ -161,4 +161,4 @@ def _counters(timeline: Timeline) -> Iterator[Ordered]:
         yield OTHER, _event("C", "queue", "requests", it.planned, args={"waiting": it.waiting})
         if it.settled is not None:
             accepted = sum(line.accept_lens or 0 for line in it.lines if line.live)
-            yield OTHER, _event("C", "accepted tokens", "requests", it.settled, args={"tokens": accepted})
+            yield OTHER, _event("C", "accepted", "requests", it.settled, args={"tokens": accepted})
