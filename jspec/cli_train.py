@@ -11,7 +11,9 @@ from jspec.cli_errors import usage_errors
 
 Kind = Annotated[
     str,
-    typer.Argument(help='"eagle3", "eagle", "multi-layer", "dflash", "dspark" or "frozen-kv-mtp".', show_default=False),
+    typer.Argument(
+        help='"eagle3", "eagle", "multi-layer", "dflash", "dspark", "frozen-kv-mtp" or "uno".', show_default=False
+    ),
 ]
 Model = Annotated[str, typer.Option(help='The target: a GGUF file, a Hugging Face directory, or "smollm2".')]
 WorkDir = Annotated[
@@ -25,8 +27,12 @@ Features = Annotated[Path | None, typer.Option(help="Shards of features that exi
 Unseen = Annotated[
     list[str] | None, typer.Option(help="A prompt set that training must not see; repeatable. Default: all installed.")
 ]
-DraftVocabSize = Annotated[int, typer.Option(help="Tokens that the draft can propose.")]
-IntermediateSize = Annotated[int | None, typer.Option(help="Width of the draft's MLP; by default the target's.")]
+DraftVocabSize = Annotated[
+    int | None, typer.Option(help="All but uno: tokens that the draft can propose; by default 8192.")
+]
+IntermediateSize = Annotated[
+    int | None, typer.Option(help="All but uno: width of the draft's MLP; by default the target's.")
+]
 Init = Annotated[Path | None, typer.Option(help="A draft to go on from, instead of the target's own layer.")]
 CaptureLayers = Annotated[
     str | None,
@@ -43,7 +49,7 @@ NumLayers = Annotated[
 HiddenSize = Annotated[int | None, typer.Option(help="frozen-kv-mtp: width of the assistant; by default 256.")]
 BlockSize = Annotated[
     int | None,
-    typer.Option(help="dflash, dspark: rows of a block, or tokens that one proposes; by default 8."),
+    typer.Option(help="dflash, uno: rows of a block; dspark: tokens that one proposes; by default 8."),
 ]
 MaskTokenId = Annotated[
     int | None, typer.Option(help="dflash, dspark: stands for what is to be proposed; by default 0.")
@@ -53,6 +59,16 @@ Window = Annotated[
 ]
 MarkovRank = Annotated[int | None, typer.Option(help="dspark: rank of the Markov head; by default 32.")]
 MarkovHead = Annotated[str | None, typer.Option(help='dspark: "vanilla", "gated" or "rnn"; by default "vanilla".')]
+Rank = Annotated[int | None, typer.Option(help="uno: rank of the adapter; by default 16.")]
+Alpha = Annotated[
+    float | None, typer.Option(help="uno: over the rank, what the adapter's product is multiplied by; by default 32.")
+]
+KlWeight = Annotated[
+    float | None,
+    typer.Option(
+        help="uno: weight of the KL divergence beside the total variation, for an adapter's first steps; by default 0."
+    ),
+]
 Unroll = Annotated[
     str | None,
     typer.Option(
@@ -89,7 +105,7 @@ def train(
     text: Text = None,
     features: Features = None,
     unseen: Unseen = None,
-    draft_vocab_size: DraftVocabSize = 8192,
+    draft_vocab_size: DraftVocabSize = None,
     intermediate_size: IntermediateSize = None,
     init: Init = None,
     capture_layers: CaptureLayers = None,
@@ -102,6 +118,8 @@ def train(
     window: Window = None,
     markov_rank: MarkovRank = None,
     markov_head: MarkovHead = None,
+    rank: Rank = None,
+    alpha: Alpha = None,
     steps: Steps = 1000,
     batch_size: BatchSize = 8,
     seq_len: SeqLen = 128,
@@ -111,6 +129,7 @@ def train(
     max_starts: MaxStarts = None,
     copy_heads: CopyHeads = 0,
     copy_weight: CopyWeight = 0.3,
+    kl_weight: KlWeight = None,
     held_out_every: HeldOutEvery = 20,
     eval_every: EvalEvery = 200,
     checkpoint_every: CheckpointEvery = 200,
@@ -124,15 +143,17 @@ def train(
 
     eagle3: one layer over three of the target's hidden states, with a head of its own. eagle: one layer over the last hidden state, with the target's head.
     multi-layer: a module for every token ahead, with the target's head. dflash: layers that fill in a block of tokens at once. dspark: the same with a head that
-    knows the token before, and one that knows how sure to be. frozen-kv-mtp: an assistant that asks the KV of the target's last layer.
+    knows the token before, and one that knows how sure to be. frozen-kv-mtp: an assistant that asks the KV of the target's last layer. uno: an adapter by which
+    the target itself reads noise as what comes next.
     """
     given = locals()
     with usage_errors():
-        from jspec.training.job import KINDS, ONLY_FOR
+        from jspec.training.train_job import KINDS, ONLY_FOR
 
         if kind not in KINDS:
             raise ValueError(f"kind={kind!r} must be one of {', '.join(KINDS)}")
-        for name, kinds in {**ONLY_FOR, "unroll": ("eagle3", "eagle", "frozen-kv-mtp")}.items():
+        others = {"unroll": ("eagle3", "eagle", "frozen-kv-mtp"), "kl_weight": ("uno",)}
+        for name, kinds in {**ONLY_FOR, **others}.items():
             if given[name] is not None and kind not in kinds:
                 raise ValueError(
                     f"{name}={given[name]} means nothing to a draft of kind {kind!r}: it is for {' and '.join(kinds)}"
@@ -156,17 +177,19 @@ def _run(given: dict[str, Any]) -> None:
     import shutil
 
     from jspec.models.loading import load_model
-    from jspec.training.job import ONLY_FOR, TrainJob, run_job
+    from jspec.training.job import run_job
     from jspec.training.options import TrainOptions, parse_unroll_schedule
     from jspec.training.text import TextOptions
+    from jspec.training.train_job import ONLY_FOR, TrainJob
 
     sizes = ("steps", "batch_size", "seq_len", "learning_rate", "warmup_steps")
     shared = (*sizes, "max_starts", "copy_heads", "copy_weight", "held_out_every", "eval_every")
-    own = ("kind", "out", "features", "draft_vocab_size", "intermediate_size", "init", "storage", "work_dir")
+    own = ("kind", "out", "features", "init", "storage", "work_dir")
     shape = tuple(ONLY_FOR)
     with usage_errors():
         options = TrainOptions(
             **{name: given[name] for name in (*shared, "checkpoint_every", "include_prompt", "seed")},
+            kl_weight=given["kl_weight"] or 0.0,
             unroll_schedule=parse_unroll_schedule("3" if given["unroll"] is None else given["unroll"]),
         )
         text = TextOptions(**{name: given[name] for name in ("num_prompts", "max_new_tokens", "seed")})

@@ -114,8 +114,16 @@ class LlamaLayer(nn.Module):
         """A product of which each device has a part."""
         return part if self.axis is None else lax.psum(part, self.axis)
 
-    def attend(self, x, kv_pages, batch: ForwardBatch, cos, sin, qkv_bias, qk_norms, change):
+    def attend(self, x, kv_pages, batch, cos, sin, qkv_bias, qk_norms, change):
         """x[T, H] -> (attention output[T, Hq * D], kv_pages with this layer's KV written)."""
+        c = self.config
+        q, k, v = self.heads(x, cos, sin, qkv_bias, qk_norms, change)
+        kv_pages = paged_kv_write(kv_pages, k, v, batch.slots, layer=self.index, backend=self.kernels)
+        out = attend(q, kv_pages, batch, layer=self.index, scale=c.head_dim**-0.5, backend=self.kernels)
+        return out.reshape(-1, c.num_heads * c.head_dim), kv_pages
+
+    def heads(self, x, cos, sin, qkv_bias, qk_norms, change):
+        """x[T, H] -> (queries[T, Hq, D], keys and values[T, Hkv, D]), rotated."""
         c = self.config
         heads = change("qkv", x, project(x, self.qkv))
         if qkv_bias is not None:
@@ -124,11 +132,7 @@ class LlamaLayer(nn.Module):
         q, k, v = jnp.split(heads, [c.num_heads, c.num_heads + c.num_kv_heads], axis=1)
         if qk_norms is not None:
             q, k = rms_norm(q, qk_norms[0], c.rms_norm_eps), rms_norm(k, qk_norms[1], c.rms_norm_eps)
-        q, k, v = (part.astype(self.dtype) for part in (rotate(q, cos, sin), rotate(k, cos, sin), v))
-
-        kv_pages = paged_kv_write(kv_pages, k, v, batch.slots, layer=self.index, backend=self.kernels)
-        out = attend(q, kv_pages, batch, layer=self.index, scale=c.head_dim**-0.5, backend=self.kernels)
-        return out.reshape(-1, c.num_heads * c.head_dim), kv_pages
+        return tuple(part.astype(self.dtype) for part in (rotate(q, cos, sin), rotate(k, cos, sin), v))
 
 
 class Llama(nn.Module):

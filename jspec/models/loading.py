@@ -68,7 +68,13 @@ def load_model(
         target = hybrid_target(config, params, kernels=kernels, dtype=dtype)
     else:
         target = llama_target(config, params, kernels=kernels, dtype=dtype, mesh=mesh)
-    return LoadedModel(target, tokenizer, where.name if where.is_dir() else where.stem)
+    return LoadedModel(target, tokenizer, model_name(path))
+
+
+def model_name(path: str | os.PathLike[str]) -> str:
+    """What a model is called, and what was made for it says it is for."""
+    where = pathlib.Path(_FILE if os.fspath(path) == SMOLLM2 else path)
+    return where.name if where.is_dir() else where.stem
 
 
 def find_smollm2() -> pathlib.Path:

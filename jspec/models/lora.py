@@ -66,6 +66,13 @@ class Lora(NamedTuple):
     params: Any  # what `TargetModel.forward_adapted` takes
 
 
+class LoraParts(NamedTuple):
+    """An adapter as it is trained and stored."""
+
+    config: LoraConfig
+    parts: Any  # {layer_i: {module: {"a": f32[r, I], "b": f32[O, r]}}}
+
+
 def module_shapes(target: TargetModel) -> dict[str, tuple[int, int]]:
     """`(out, in)` of each module of one layer.
 
@@ -130,6 +137,15 @@ def fuse_lora(config: LoraConfig, parts: Mapping[str, Any], target: TargetModel,
 def load_lora(path: str | os.PathLike[str], target: TargetModel, *, base: str = "") -> Lora:
     """The adapter in directory `path`, for `target`.
 
+    Args, raises: as `load_lora_parts`.
+    """
+    config, parts = load_lora_parts(path, target, base=base)
+    return Lora(config, fuse_lora(config, parts, target, target.embedding(target.params).dtype))
+
+
+def load_lora_parts(path: str | os.PathLike[str], target: TargetModel, *, base: str = "") -> LoraParts:
+    """What `save_lora` wrote, to train on.
+
     Args:
       base: the target's name; an adapter that names another base is refused. "": not compared.
     Raises:
@@ -158,7 +174,7 @@ def load_lora(path: str | os.PathLike[str], target: TargetModel, *, base: str = 
             }
             for i in range(target.facts.num_layers)
         }  # fmt: skip
-    return Lora(config, fuse_lora(config, parts, target, target.embedding(target.params).dtype))
+    return LoraParts(config, parts)
 
 
 def save_lora(

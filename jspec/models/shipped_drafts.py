@@ -11,6 +11,7 @@ SHIPPED = {
     (SMOLLM2, "dflash"): "smollm2-dflash",
     (SMOLLM2, "dspark"): "smollm2-dspark",
     (SMOLLM2, "frozen-kv-mtp"): "smollm2-frozen-kv",
+    (SMOLLM2, "uno"): "smollm2-uno",
 }
 """(model, algorithm) -> folder. Each holds a licence and a record of its training."""
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from jspec.config import EngineConfig
 from jspec.corpus import check_is_file, read_documents
 from jspec.models.draft_files import AnyDraft, load_draft
-from jspec.models.loading import SMOLLM2
+from jspec.models.loading import SMOLLM2, model_name
 from jspec.models.lora import load_lora
 from jspec.models.shipped_drafts import find_draft
 from jspec.models.target import TargetModel
@@ -110,7 +110,8 @@ def _frozen_kv(target: TargetModel, config: EngineConfig) -> SpecWorker:
 
 
 def _uno(target: TargetModel, config: EngineConfig) -> SpecWorker:
-    lora = load_lora(_draft_path(config), target, base=config.model if config.model == SMOLLM2 else "")
+    # A model elsewhere may be called anything.
+    lora = load_lora(_draft_path(config), target, base=model_name(SMOLLM2) if config.model == SMOLLM2 else "")
     options: dict[str, Any] = {"topk": config.topk, "rejection_sampling": config.rejection_sampling}
     options["block_size" if config.topk == 1 else "num_draft_tokens"] = config.num_draft_tokens
     return uno(target, lora, **options)

@@ -13,109 +13,31 @@ from jspec.models.block_draft import KINDS as BLOCK_KINDS
 from jspec.models.block_draft import BlockDraftConfig, init_block_params
 from jspec.models.draft_files import AnyDraft, load_draft, save_draft
 from jspec.models.eagle_config_file import default_capture_layers
-from jspec.models.eagle_draft import KINDS as EAGLE_KINDS
 from jspec.models.eagle_draft import EagleConfig
 from jspec.models.frozen_kv_draft import FrozenKVConfig
 from jspec.models.json_files import read_json
 from jspec.models.llama import LlamaConfig
 from jspec.models.loading import LoadedModel
+from jspec.models.lora import LoraConfig, LoraParts, load_lora_parts, save_lora
 from jspec.models.target import TargetModel
-from jspec.models.tensor_files import RECORD, check_storage
+from jspec.models.tensor_files import RECORD
 from jspec.training.batches import split_held_out
 from jspec.training.features import write_features
-from jspec.training.options import TrainOptions
 from jspec.training.prompts import word_runs
 from jspec.training.shards import Sequences, open_shards
-from jspec.training.text import TextOptions, TextSequence, read_answers, text_chunks, write_answers
+from jspec.training.text import TextSequence, read_answers, text_chunks, write_answers
 from jspec.training.train import train
+from jspec.training.train_job import FROZEN_KV, UNO, TrainJob
 from jspec.training.vocabulary import choose_vocabulary
-
-FROZEN_KV = FrozenKVConfig.kind
-KINDS = (*EAGLE_KINDS, *BLOCK_KINDS, FROZEN_KV)
-"""Kinds of draft that can be trained."""
-ONLY_FOR = {
-    "capture_layers": ("eagle3", *BLOCK_KINDS),
-    "num_modules": ("multi-layer",),
-    "chained": ("multi-layer",),
-    "num_layers": (*BLOCK_KINDS, FROZEN_KV),
-    "hidden_size": (FROZEN_KV,),
-    "block_size": BLOCK_KINDS,
-    "mask_token_id": BLOCK_KINDS,
-    "window": BLOCK_KINDS,
-    "markov_rank": ("dspark",),
-    "markov_head": ("dspark",),
-}
-"""Fields of `TrainJob` that shape only some kinds of draft."""
 
 Progress = Callable[[str], Callable[..., Iterable]]
 """`progress(what)(iterable, total=n)` yields the items of `iterable`."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainJob:
-    """What to train, on what, and where to put it.
-
-    Raises:
-        ValueError: naming the field, its value and the rule.
-    """
-
-    kind: str
-    """One of `KINDS`: see `EagleConfig` and `BlockDraftConfig`."""
-    work_dir: pathlib.Path
-    out: pathlib.Path | None = None
-    """Directory of the draft; by default `draft` in `work_dir`."""
-    text: TextOptions = dataclasses.field(default_factory=TextOptions)
-    text_files: tuple[str, ...] = ()
-    features: pathlib.Path | None = None
-    """Shards that exist already: then no text is made and the target is not run."""
-    unseen: tuple[str, ...] | None = None
-    """Prompt sets that training must not see. None: every one that is installed."""
-    capture_layers: tuple[int, ...] | None = None
-    """Of "eagle3", "dflash" and "dspark"; by default `default_capture_layers`."""
-    draft_vocab_size: int = 8192
-    """At most the target's vocabulary is used."""
-    intermediate_size: int | None = None
-    """By default the target's."""
-    num_modules: int = 3
-    """Of "multi-layer"."""
-    chained: bool = False
-    """Of "multi-layer"."""
-    num_layers: int = 2
-    """Of "dflash", "dspark" and "frozen-kv-mtp"."""
-    hidden_size: int = 256
-    """Of "frozen-kv-mtp"."""
-    block_size: int = 8
-    """Of "dflash", the pending token among them, and of "dspark", which proposes so many."""
-    mask_token_id: int = 0
-    """Of "dflash" and "dspark": a token that no text holds."""
-    window: int | None = None
-    """Of "dflash" and "dspark": positions that a row sees, see `BlockDraftConfig.window`. None: all."""
-    markov_rank: int = 32
-    """Of "dspark"."""
-    markov_head: str = "vanilla"
-    """Of "dspark"."""
-    init: pathlib.Path | None = None
-    """A draft to start from instead of the target's own layer: same sizes and vocabulary."""
-    storage: str = "float32"
-    options: TrainOptions = dataclasses.field(default_factory=TrainOptions)
-
-    def __post_init__(self):
-        check_storage(self.storage)
-        if self.kind not in KINDS:
-            raise ValueError(f"kind={self.kind!r} must be one of {', '.join(KINDS)}")
-        if self.features is not None and self.text_files:
-            raise ValueError(
-                f"features={str(self.features)!r} and text_files={self.text_files} both say what to train on: give one of them"
-            )
-        for name in self.unseen or ():
-            if name not in PROMPT_SETS:
-                raise ValueError(f"unseen={name!r} is unknown: choose among {', '.join(PROMPT_SETS)}")
-
-
 class JobResult(NamedTuple):
     """A draft, where it lies, and its figures."""
 
-    draft: AnyDraft
+    draft: AnyDraft | LoraParts
     out: pathlib.Path
     record: dict[str, Any]  # also in `training.json` beside the draft
 
@@ -145,14 +67,14 @@ def run_job(job: TrainJob, model: LoadedModel, *, progress: Progress | None = No
         hidden_size=facts.hidden_size,
         vocab_size=facts.vocab_size,
     )
-    start = None if job.init is None else load_draft(job.init, model.target, dtype="float32")
+    start = _start(job, model.target)
     token_ids = _vocabulary(job, model.target, stored) if start is None else ids_of(start)
-    config = draft_config(
-        job,
-        model.target,
-        capture_layers=captures,
-        draft_vocab_size=facts.vocab_size if token_ids is None else len(token_ids),
-    )
+    config: Any
+    if job.kind == UNO:
+        config = LoraConfig(rank=job.rank, alpha=job.alpha, base=model.name, block_size=job.block_size)
+    else:
+        vocab_size = facts.vocab_size if token_ids is None else len(token_ids)
+        config = draft_config(job, model.target, capture_layers=captures, draft_vocab_size=vocab_size)
     trained = train(
         config,
         model.target,
@@ -165,7 +87,10 @@ def run_job(job: TrainJob, model: LoadedModel, *, progress: Progress | None = No
     )
     record = _record(job, model, stored, trained.held_out)
     out = job.out or job.work_dir / "draft"
-    save_draft(out, trained.draft, model.target, storage=job.storage, record=record)
+    if job.kind == UNO:
+        save_lora(out, *trained.draft, storage=job.storage, record=record)
+    else:
+        save_draft(out, trained.draft, model.target, storage=job.storage, record=record)
     return JobResult(trained.draft, out, record)
 
 
@@ -221,18 +146,26 @@ def draft_config(
     )
 
 
-def ids_of(draft: AnyDraft) -> Any:
+def _start(job: TrainJob, target: TargetModel) -> AnyDraft | LoraParts | None:
+    """What `job` goes on from."""
+    if job.init is None:
+        return None
+    return load_lora_parts(job.init, target) if job.kind == UNO else load_draft(job.init, target, dtype="float32")
+
+
+def ids_of(draft: AnyDraft | LoraParts) -> Any:
     """i32[Vd], or None where the draft's vocabulary is the target's."""
-    return draft.params["shared"].get("token_ids")
+    return None if isinstance(draft, LoraParts) else draft.params["shared"].get("token_ids")
 
 
-def _own(start: AnyDraft, config: Any, path: pathlib.Path | None) -> Any:
+def _own(start: AnyDraft | LoraParts, config: Any, path: pathlib.Path | None) -> Any:
     """Parameters to start from. A "dspark" draft may start from a "dflash" one: its heads are new then.
 
     Raises:
       ValueError: `start` has other sizes than what is to be trained.
     """
-    new_heads = config.kind == "dspark" and start.config.kind == "dflash"
+    kinds = () if isinstance(start, LoraParts) else (config.kind, start.config.kind)
+    new_heads = kinds == ("dspark", "dflash")
     theirs_of = {field.name: getattr(start.config, field.name) for field in dataclasses.fields(start.config)}
     if new_heads:
         theirs_of |= {name: getattr(config, name) for name in ("kind", "markov_rank", "markov_head", "confidence")}
@@ -243,12 +176,16 @@ def _own(start: AnyDraft, config: Any, path: pathlib.Path | None) -> Any:
             raise ValueError(
                 f"init={str(path)!r} has {field.name}={theirs}, the draft to train has {ours}: give the options that it was trained with"
             )
+    if isinstance(start, LoraParts):
+        return start.parts
     own = start.params["own"]
     return init_block_params(jax.random.key(0), config) | own if new_heads else own
 
 
 def _capture_layers(job: TrainJob, num_layers: int) -> tuple[int, ...]:
     """Layers whose hidden states a draft is trained on. Those of an assistant are what goes into the layer that it asks."""
+    if job.kind == UNO:
+        return ()
     if job.kind == FROZEN_KV:
         return (max(num_layers - 2, 0),)
     if job.capture_layers:
@@ -287,7 +224,7 @@ def _unseen_texts(names: tuple[str, ...] | None) -> list[str]:
 def _vocabulary(job: TrainJob, target: TargetModel, stored: Sequences) -> Any:
     """i32[Vd], or None for the target's whole vocabulary."""
     facts = target.facts
-    if job.draft_vocab_size >= facts.vocab_size:
+    if job.kind == UNO or job.draft_vocab_size >= facts.vocab_size:
         return None
     train_on, _ = split_held_out(stored, every=job.options.held_out_every)
     sequences = (TextSequence(stored.tokens[i], int(stored.prompt_lens[i])) for i in train_on)

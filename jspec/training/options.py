@@ -33,6 +33,8 @@ class TrainOptions:
     """Query heads, the first ones, that are taught to copy (`jspec.training.copying`); whole groups of one key-value head."""
     copy_weight: float = 0.3
     """Weight of that lesson beside the loss of the tokens."""
+    kl_weight: float = 0.0
+    """Of "uno": weight of the KL divergence from the target's distribution beside the total variation, whose gradient is small while the two hardly meet."""
     include_prompt: bool = False
     """Train on the rows of prompts too."""
     held_out_every: int = 20
@@ -54,6 +56,7 @@ class TrainOptions:
             ("seed", 0),
             ("copy_heads", 0),
             ("copy_weight", 0),
+            ("kl_weight", 0),
         ):
             if getattr(self, name) < low:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least {low}")

@@ -3,16 +3,19 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from jspec.models.block_draft import BlockDraftConfig, block_draft, block_param_shapes
 from jspec.models.eagle_draft import EagleConfig, draft_param_shapes, eagle_draft
 from jspec.models.frozen_kv_draft import FrozenKVConfig, frozen_kv_draft, frozen_param_shapes, init_frozen_params
+from jspec.models.lora import LoraConfig, LoraParts, init_lora
 from jspec.models.target import TargetModel
 from jspec.training.block_loss import block_loss
 from jspec.training.frozen_kv_loss import asked_layers, frozen_kv_loss, kv_weights
 from jspec.training.loss import Batch, draft_loss
 from jspec.training.options import TrainOptions
+from jspec.training.uno_loss import block_size_at, uno_loss
 from jspec.training.warm_start import block_warm_start, warm_start
 
 
@@ -40,6 +43,8 @@ def recipe_of(config: Any, target: TargetModel, token_ids: Any, options: TrainOp
         make = _block_recipe
     elif isinstance(config, FrozenKVConfig):
         make = _frozen_kv_recipe
+    elif isinstance(config, LoraConfig):
+        make = _uno_recipe
     return make(config, target, token_ids, options)
 
 
@@ -110,6 +115,32 @@ def _frozen_kv_recipe(config: FrozenKVConfig, target: TargetModel, token_ids: An
         build=build,
         depths_at=options.unroll_at,
         depths=options.max_unroll,
+    )
+
+
+def _uno_recipe(config: LoraConfig, target: TargetModel, token_ids: Any, options: TrainOptions) -> Recipe:
+    if token_ids is not None:
+        raise ValueError(
+            f"token_ids: {len(token_ids)} must be None for UNO: the target drafts for itself, in its words"
+        )
+    if options.copy_heads:
+        raise ValueError(f"copy_heads={options.copy_heads} must be 0 for UNO: its heads are the target's")
+    if config.block_size < 2:
+        raise ValueError(f"block_size={config.block_size} must be at least 2 for UNO: the pending token and noise")
+
+    def loss(params, fixed, batch: Batch, *, depths: int, max_starts: int | None):
+        weights = {"decay": options.decay, "kl_weight": options.kl_weight}
+        whole = target._replace(params=fixed)
+        return uno_loss(config, params, whole, batch, num_drafts=depths, max_starts=max_starts, **weights)
+
+    return Recipe(
+        config=config,
+        fixed=jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), target.params),
+        init=lambda key: init_lora(key, config, target),
+        loss=loss,
+        build=lambda params: LoraParts(config, params),
+        depths_at=lambda step: block_size_at(step, options.steps, config.block_size) - 1,
+        depths=config.block_size - 1,
     )
 
 

@@ -26,8 +26,7 @@ def draw_starts(batch: Batch, max_starts: int | None) -> Starts:
     for those that miss, and does not count twice."""
     num, length = batch.weight.shape
     count = length if max_starts is None else max(1, min(length, max_starts // num))
-    key = jax.random.key(jnp.sum(batch.tokens, dtype=jnp.int32).astype(jnp.uint32))
-    order = jnp.where(batch.weight > 0, jax.random.uniform(key, (num, length)), 2.0)
+    order = jnp.where(batch.weight > 0, jax.random.uniform(batch_key(batch), (num, length)), 2.0)
     chosen = jnp.argsort(order, axis=1)[:, :count]
     usable = jnp.take_along_axis(order, chosen, axis=1) < 2.0
     rows = jnp.sort(jnp.where(usable, chosen, length - 1), axis=1).astype(jnp.int32)
@@ -36,18 +35,25 @@ def draw_starts(batch: Batch, max_starts: int | None) -> Starts:
     return Starts(batch, rows, jnp.where(again, 0.0, weight))
 
 
+def batch_key(batch: Batch) -> Any:
+    """A key of what a batch holds: the same for the same text."""
+    return jax.random.key(jnp.sum(batch.tokens, dtype=jnp.int32).astype(jnp.uint32))
+
+
 class Tally:
     """Figures of drafts by place, added up place after place.
 
     Args:
         starts: where the drafts begin.
         known: i32[B, T + 1], draft ids of the text; -1 where there are none.
+        certain: tokens of a verify that are emitted whatever was drafted.
     """
 
-    def __init__(self, starts: Starts, known):
+    def __init__(self, starts: Starts, known, *, certain: int = 1):
         self._starts, self._known = starts, known
         self._figures: dict[str, list[Any]] = {"loss": [], "agree": []}
-        self._run = self._accept_len = jnp.ones(starts.rows.shape)
+        self._run = jnp.ones(starts.rows.shape)
+        self._accept_len = certain * self._run
 
     def usable(self, place: int):
         """f32[B, A], 1 where a start's token at this place is there to be foreseen."""

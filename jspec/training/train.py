@@ -34,6 +34,7 @@ _SCHEDULE = (
     "decay",
     "max_starts",
     "copy_weight",
+    "kl_weight",
 )
 _INTERVALS = ("eval_batches", "log_every", "eval_every", "checkpoint_every")
 
@@ -61,7 +62,7 @@ def train(
 
     Args:
         config: of the draft: what `recipe_of` knows.
-        target: its embedding and head are shared; it is not run.
+        target: its embedding and head are shared; it is not run, but for an adapter that is trained through it.
         sequences: with the features of `config.capture_layers`.
         work_dir: keeps checkpoints, `metrics.jsonl` and `metrics.png`.
         token_ids: i32[Vd], the draft's vocabulary; None: the target's.

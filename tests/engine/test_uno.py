@@ -291,6 +291,19 @@ def test_an_adapter_of_another_base_and_a_missing_one(tmp_path):
     assert worker.verify_kind is VerifyKind.TREE and worker.num_non_draft_tokens == 2
 
 
+def test_an_adapter_says_which_model_it_is_for(tmp_path):
+    """As `jspec train uno` names it; a model elsewhere may be called anything."""
+    known = {"SmolLM2-135M-Instruct.Q4_1": "smollm2", "other": "a/path"}
+    for base, model in known.items():
+        config = LoraConfig(rank=2, alpha=4.0, block_size=4, base=base)
+        save_lora(tmp_path, config, random_parts(config, transformer()))
+        assert (
+            build_worker(transformer(), EngineConfig(algorithm="uno", draft=str(tmp_path), model=model)).alloc_len == 5
+        )
+    with pytest.raises(ValueError, match="base_model_name_or_path='other' must be 'SmolLM2"):
+        build_worker(transformer(), EngineConfig(algorithm="uno", draft=str(tmp_path), model="smollm2"))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
