@@ -1,5 +1,9 @@
-"""Which cases the fast suite leaves to `scripts/test --slow`."""
+"""Which cases the fast suite leaves to `scripts/test --slow`, and how long compiled programs live."""
 
+import gc
+import pathlib
+
+import jax
 import pytest
 
 LEFT_TO_SLOW = {
@@ -52,3 +56,19 @@ def pytest_collection_modifyitems(items):
         names = LEFT_TO_SLOW.get(file, ())
         if item.name in names or item.name.split("[")[0] in names:
             item.add_marker(pytest.mark.slow)
+
+
+MAPS = pathlib.Path("/proc/self/maps")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _programs_end_with_their_file(request):
+    """A program that XLA compiled for CPU takes a dozen of the 65,530 memory maps that Linux gives a process, and one too many is a crash: the engines that the
+    tests of a file share end with it, and before there is need so do programs that others might have used again."""
+    yield
+    for value in list(vars(request.module).values()):
+        if hasattr(value, "cache_clear") and value.__module__ == request.module.__name__:
+            value.cache_clear()
+    gc.collect()
+    if MAPS.exists() and MAPS.read_text().count("\n") > 30_000:
+        jax.clear_caches()
